@@ -1,0 +1,92 @@
+"""The report as plain lines: header, one line per claim, failure blocks, summary."""
+
+from __future__ import annotations
+
+import textwrap
+
+from kvverify.gate import Session
+from kvverify.verdicts import Report, SelfCheck, Verdict, versions
+
+__all__ = ["failure_block", "header", "ladder_line", "render", "self_check_line", "summary"]
+
+WIDTH = 120
+
+
+def header(session: Session) -> str:
+    """The first lines of a run: what is tested, where, how, and with which versions."""
+    chosen = session.implementation
+    told = [chosen.name, chosen.device, " ".join(chosen.dtypes), chosen.evidence]
+    tools = " ".join(f"{tool} {version}" for tool, version in versions().items())
+    return " · ".join([*told, f"profile {session.profile}", f"seed {session.seed}"]) + "\n" + tools
+
+
+def self_check_line(proven: SelfCheck) -> str:
+    """How many known-bad kernels the gate caught before it judged anything."""
+    caught = proven.mutants - len({line.split(" passes ")[0] for line in proven.missed})
+    return (
+        f"  {'✔' if proven.ok else '✘'} gate checks itself      {caught} of {proven.mutants} known-bad kernels caught"
+    )
+
+
+def ladder_line(verdict: Verdict) -> str:
+    """One claim on one line: verdict, name, cases, the share of the budget used, and its statement shortened."""
+    if verdict.failure is not None:
+        mark, used = "✘", verdict.failure.kind
+    else:
+        mark, used = "✔", "exact" if verdict.evidence == "exact" else f"{verdict.worst:4.0%} of budget"
+    line = f"  {mark} {verdict.claim:<22} {verdict.examples:>5} cases  {used:<16} "
+    return line + textwrap.shorten(verdict.statement, WIDTH - len(line), placeholder=" …")
+
+
+def failure_block(verdict: Verdict) -> str:
+    """All that is known of a failure, readable alone."""
+    failure = verdict.failure
+    if failure is None:
+        return ""
+    rows = [
+        ("claim", verdict.statement),
+        ("source", verdict.source),
+        ("case", failure.case),
+        ("found", failure.message),
+        ("budget", failure.budget),
+        ("nearest", _nearest(verdict)),
+        ("python", failure.python),
+        ("shell", failure.command),
+    ]
+    lines = [f"✘ {verdict.operator} · {verdict.claim} · {failure.kind}"]
+    lines += [f"    {name:<8} {text}" for name, text in rows if text]
+    return "\n".join(lines)
+
+
+def _nearest(verdict: Verdict) -> str:
+    failure = verdict.failure
+    if failure is None or not failure.compared:
+        return ""
+    if failure.nearest is None:
+        return f"none of the known-bad kernels behaves like yours ({failure.compared} failing cases compared)"
+    return f"your output equals mutant {failure.nearest} on {failure.compared} of {failure.compared} failing cases"
+
+
+def summary(report: Report) -> str:
+    """The last line: how many claims hold, how long it took, and what that means."""
+    held = sum(verdict.ok for verdict in report.verdicts)
+    worth = "ok" if report.ok else "NOT OK"
+    lines = [
+        f"{worth}: {held} of {len(report.verdicts)} claims hold, {report.self_check.mutants} known-bad kernels"
+        f" replayed, {report.seconds:.1f} s, evidence level {report.evidence}"
+    ]
+    lines += [f"suite defect: {line}" for line in (*report.self_check.missed, *report.self_check.idle)]
+    return "\n".join(lines)
+
+
+def render(report: Report) -> str:
+    """The whole report as text: the ladder by operator, then each failure, then the summary."""
+    lines = [self_check_line(report.self_check)]
+    shown = None
+    for verdict in report.verdicts:
+        if verdict.operator != shown:
+            shown = verdict.operator
+            lines.append(shown)
+        lines.append(ladder_line(verdict))
+    lines += [failure_block(verdict) for verdict in report.verdicts if not verdict.ok]
+    return "\n".join([*lines, summary(report)])
