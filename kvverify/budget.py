@@ -9,11 +9,12 @@ inputs:
     allowed = 3 err(peer) + 2 (roundings max(u max|truth|, smallest / 2) + 2^-23 condition)
 
 `peer` is the best honest kernel we know (fp32 inside, one rounding to storage), run on the same inputs. `u` is the
-unit roundoff of the output's dtype and `smallest` its smallest number above zero, `roundings` how often the program under test rounds to storage (three for a
-composition of two calls and a product), and `condition` the size of the quantities that fp32 arithmetic had to pass
-through. Both the largest and the root-mean-square error must be within their allowance, unit by unit: one head of one
-token, or one rotary pair of one row, so that a small unit cannot hide behind a large one. Without the band, or with a
-factor of one, honest kernels raise alarms; the message prints the whole sum.
+unit roundoff of the output's dtype and `smallest` its smallest number above zero, `roundings` how often the program
+under test rounds to storage (three for a composition of two calls and a product), and `condition` the size of the
+quantities that fp32 arithmetic had to pass through. Both the largest and the root-mean-square error must be within
+their allowance, unit by unit: one head of one token, or one rotary pair of one row, so that a small unit cannot hide
+behind a large one. Without the band, or with a factor of one, honest kernels raise alarms; the message prints the
+whole sum.
 
 WARNING: the constants below are printed by `kvverify explain budget` and quoted in the README; a test holds the three
 together.

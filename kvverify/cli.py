@@ -16,14 +16,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from kvverify import budget
 from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduce, self_check
 from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
 from kvverify.operator import POLICIES, Operator, registry
-from kvverify.report import failure_block, header, ladder_line, self_check_line, summary, write_reports
+from kvverify.report import failure_block, header, ladder_line, matrix_line, self_check_line, summary, write_reports
 from kvverify.search import SuiteError
 from kvverify.target import UsageError
 from kvverify.verdicts import Verdict
@@ -153,18 +152,14 @@ def mutants(
     if policy is not None and policy not in POLICIES:
         raise UsageError(f"policy {policy!r} is unknown: expected one of {list(POLICIES)}")
     tested = [operator for name, operator in registry().items() if policy in (None, name.split(".")[0])]
-    table = Table("operator", "kernel", "rejected by (drawn cases it took)", "verdict", box=None)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("mutants", total=None)
 
         def show(row: Row) -> None:
-            rejected = ", ".join(f"{claim} {ran}" for claim, ran in row.rejected.items()) or "-"
-            verdict = "ok" if row.ok else f"MISSED {', '.join(row.missed)}"
-            table.add_row(row.operator, row.name if row.kind == "mutant" else f"= {row.name}", rejected, verdict)
+            progress.console.print(escape(matrix_line(row)), style="" if row.ok else "bold red")
             progress.advance(task)
 
         rows = matrix(tested, seed=seed, examples=examples, on_row=show)
-    console.print(table)
     bad = [row for row in rows if row.kind == "mutant"]
     good = [row for row in rows if row.kind == "control"]
     caught, passed = sum(row.ok for row in bad), sum(row.ok for row in good)

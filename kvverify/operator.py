@@ -32,7 +32,7 @@ from kvverify.cases import DTYPES, Case
 
 __all__ = ["Claim", "Control", "Implementation", "Mutant", "Operator", "Output", "implements", "operators", "registry"]
 
-POLICIES = ("attention",)
+POLICIES = ("attention", "relay")
 """The folders that hold operators, in the order in which reports show them."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -219,7 +219,7 @@ class Implementation:
     """
 
     name: str
-    operators: Mapping[str, Callable[..., Any]] | Iterable[Callable[..., Any]]
+    operators: Mapping[str, Any] | Iterable[Callable[..., Any]]
     device: str = field(default="cpu", kw_only=True)
     dtypes: Sequence[str] = field(default=("fp32", "bf16", "fp16"), kw_only=True)
     supports: Mapping[str, Collection[Any]] = field(default_factory=dict, kw_only=True)

@@ -93,7 +93,8 @@ class Run:
                 raise Violation(
                     "wrong shape", f"{spec.name} has shape {list(mine.shape)}: expected {list(right.shape)}"
                 )
-            dtype = theirs.dtype if spec.dtype == "storage" else torch.float32
+            # A program may widen what it looks at; the kernel still rounded to the storage dtype of the case.
+            dtype = self.impl.case.torch_dtype if spec.dtype == "storage" else torch.float32
             verdict = judge(mine, theirs, right, reduce=spec.reduce, roundings=roundings, condition=needed, dtype=dtype)
             self.worst = max(self.worst, verdict.used)
             if not verdict.ok:

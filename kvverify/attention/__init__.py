@@ -17,19 +17,9 @@ kept, fetched and recent rows lie scattered; -1 pads the list to a fixed length.
 break them.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from kvverify.attention.policy import decode, merge
+from kvverify.operator import Implementation
 
 __all__ = ["decode", "merge", "reference"]
 
-
-def __getattr__(name: str) -> object:
-    """`reference`: the reference as an Implementation, built on first use, since the contract imports this package."""
-    if name == "reference":
-        from kvverify.operator import Implementation
-
-        bindings: dict[str, Callable[..., Any]] = {"attention.decode": decode, "attention.merge": merge}
-        return Implementation("attention reference", bindings)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+reference = Implementation("attention reference", {"attention.decode": decode, "attention.merge": merge})

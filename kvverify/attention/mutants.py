@@ -124,9 +124,9 @@ def keeps_the_first_maximum(query: Tensor, keys: Tensor, values: Tensor, ids: Te
     return _online(query, keys, values, ids, scale, 64, fade_output=False)
 
 
-@DECODE.mutant("output", case=DecodeCase(listed=65))
+@DECODE.mutant("output", case=DecodeCase(listed=130, dtype="bf16"))
 def accumulates_in_storage_dtype(query: Tensor, keys: Tensor, values: Tensor, ids: Tensor, *, scale: float) -> Pair:
-    half = torch.bfloat16 if values.dtype == torch.float32 else values.dtype
+    half = values.dtype
     listed = ids[ids >= 0]
     scores = (scale * (query.to(half) @ keys[listed].to(half).T)).float()
     weights = torch.softmax(scores, -1)

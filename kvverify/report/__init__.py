@@ -1,6 +1,23 @@
 """Views of a report: terminal, JSON, JUnit, Markdown. None of them decides anything; all read a `Report`."""
 
 from kvverify.report.files import write_reports
-from kvverify.report.text import failure_block, header, ladder_line, render, self_check_line, summary
+from kvverify.report.text import (
+    failure_block,
+    header,
+    ladder_line,
+    matrix_line,
+    render,
+    self_check_line,
+    summary,
+)
 
-__all__ = ["failure_block", "header", "ladder_line", "render", "self_check_line", "summary", "write_reports"]
+__all__ = [
+    "failure_block",
+    "header",
+    "ladder_line",
+    "matrix_line",
+    "render",
+    "self_check_line",
+    "summary",
+    "write_reports",
+]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 
 from kvverify.gate import Session
+from kvverify.matrix import Row
 from kvverify.verdicts import Report, SelfCheck, Verdict, versions
 
-__all__ = ["failure_block", "header", "ladder_line", "render", "self_check_line", "summary"]
+__all__ = ["failure_block", "header", "ladder_line", "matrix_line", "render", "self_check_line", "summary"]
 
 WIDTH = 120
 
@@ -36,6 +37,19 @@ def ladder_line(verdict: Verdict) -> str:
         mark, used = "✔", "exact" if verdict.evidence == "exact" else f"{verdict.worst:4.0%} of budget"
     line = f"  {mark} {verdict.claim:<22} {verdict.examples:>5} cases  {used:<16} "
     return line + textwrap.shorten(verdict.statement, WIDTH - len(line), placeholder=" …")
+
+
+def matrix_line(row: Row) -> str:
+    """One kernel of the mutant matrix: the claims it names, with the drawn cases each took, then how many others."""
+    if row.kind == "control":
+        outcome = "passes every claim" if row.ok else f"WRONGLY REJECTED by {', '.join(row.missed)}"
+        return f"  = {row.operator:<18} {row.name:<40} {outcome}"
+    if row.missed:
+        return f"  ✘ {row.operator:<18} {row.name:<40} PASSES {', '.join(row.missed)}"
+    names = row.named or tuple(row.rejected)[:1]
+    told = ", ".join(f"{name} ({row.rejected.get(name, 'witness')})" for name in names)
+    others = len(row.rejected) - sum(name in row.rejected for name in names)
+    return f"  ✔ {row.operator:<18} {row.name:<40} {told}" + (f" and {others} more" if others else "")
 
 
 def failure_block(verdict: Verdict) -> str:
