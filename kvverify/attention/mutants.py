@@ -124,7 +124,7 @@ def keeps_the_first_maximum(query: Tensor, keys: Tensor, values: Tensor, ids: Te
     return _online(query, keys, values, ids, scale, 64, fade_output=False)
 
 
-@DECODE.mutant("output", case=DecodeCase(listed=130, dtype="bf16"))
+@DECODE.mutant("output", case=DecodeCase(listed=65, dtype="bf16", regime="ramp"))
 def accumulates_in_storage_dtype(query: Tensor, keys: Tensor, values: Tensor, ids: Tensor, *, scale: float) -> Pair:
     half = values.dtype
     listed = ids[ids >= 0]

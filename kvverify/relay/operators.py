@@ -325,8 +325,8 @@ RELOCATE = Operator(
 
 SESSION = Operator(
     "relay.session",
-    "session(keys[layers,heads,slots,dim], values[layers,heads,slots,value_dim],"
-    " source[layers,heads,slots] (-1 = none), fresh_keys[layers,heads,new,dim], fresh_values[layers,heads,new,value_dim],"
+    "session(keys[layers,heads,slots,dim], values[layers,heads,slots,value_dim], source[layers,heads,slots]"
+    " (-1 = none), fresh_keys[layers,heads,new,dim], fresh_values[layers,heads,new,value_dim],"
     " cos_written[layers,positions,pairs], sin_written[layers,positions,pairs],"
     " cos[layers,positions,pairs], sin[layers,positions,pairs], *, length, steps, layout, rotary_dims)"
     " -> keys[layers,heads,slots+new,dim], values[layers,heads,slots+new,value_dim],"
