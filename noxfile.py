@@ -31,14 +31,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy, strictly."""
-    install(session, ".[models,selectors,bench]", "mypy")
+    install(session, ".[models,selectors,bench,stats]", "mypy")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite against the installed wheel; extra arguments go to pytest."""
-    install(session, ".[models,selectors,bench,test]")
+    install(session, ".[models,selectors,bench,stats,test]")
     session.install("--no-deps", *REAL)
     session.run("pytest", *session.posargs)
 
@@ -77,7 +77,7 @@ def gpu_tests(session: nox.Session) -> None:
 def minimums(session: nox.Session) -> None:
     """Run the fast tests with the lowest versions that pyproject.toml allows (not of torch: gigabytes)."""
     extras = PROJECT["optional-dependencies"]
-    wanted = [*PROJECT["dependencies"], *extras["models"], *extras["selectors"], *extras["bench"], *extras["test"]]
+    wanted = [*PROJECT["dependencies"], *extras["models"], *extras["selectors"], *extras["bench"], *extras["stats"], *extras["test"]]
     lowest = [package.replace(">=", "==") for package in wanted if not package.startswith("torch")]
     session.install("torch==2.13.0", *lowest, ".")
     session.run("pytest", "-m", "not slow", *session.posargs)

@@ -205,7 +205,7 @@ def nominal_coverage(clusters: int, *, level: float = 0.95) -> float:
     """How often a percentile interval over n normal clusters really covers: P(|t_{n-1}| <= z sqrt((n - 1) / n)).
 
     The bootstrap variance is short by (n - 1) / n and its quantiles are near-normal. A resampled mean has lighter
-    tails, so the truth is up to .6 points lower: 86.1 % for 6 clusters and 90.4 % for 11 in 20,000 simulated samples each.
+    tails, so the truth is up to .6 points lower: 86.1 % for 6 clusters and 90.4 % for 11 (20,000 simulated samples).
     """
     _require_clusters(clusters)
     stats = _scipy_stats()
