@@ -22,7 +22,7 @@ from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduc
 from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
 from kvverify.operator import POLICIES, Operator, registry
-from kvverify.report import failure_block, header, ladder_line, matrix_line, self_check_line, summary, write_reports
+from kvverify.report import failure_blocks, header, ladder_line, matrix_line, self_check_line, summary, write_reports
 from kvverify.search import SuiteError
 from kvverify.target import UsageError
 from kvverify.verdicts import Verdict
@@ -102,9 +102,8 @@ def gate(
     proven = self_check(session.operators)
     console.print(escape(self_check_line(proven)), style="" if proven.ok else "bold red")
     found = session.report(proven, _climb(session), time.monotonic() - started)
-    for verdict in found.verdicts:
-        if not verdict.ok:
-            console.print("\n" + escape(failure_block(verdict)))
+    for block in failure_blocks(found):
+        console.print("\n" + escape(block))
     console.print("\n" + escape(summary(found)), style="bold green" if found.ok else "bold red")
     if report is not None:
         for path in write_reports(found, report):
@@ -173,10 +172,8 @@ def mutants(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every error is one line on stderr and one exit code."""
     try:
-        app(args=None if arguments is None else list(arguments), standalone_mode=False)
-        code = OK
-    except typer.Exit as stop:
-        code = stop.exit_code
+        # Without standalone mode, click returns the code of a typer.Exit instead of raising it.
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False) or OK
     except UsageError as error:
         code = _complain(str(error), error.exit_code)
     except Violation as violation:

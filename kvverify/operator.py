@@ -45,12 +45,14 @@ class Output:
     """One tensor that an operator returns; its shape stands in the signature.
 
     dtype: "storage" (that of the first input, or wider), "float32" (or wider), "int64" or "bool". reduce: how many
-    trailing axes make one unit of the budget.
+    trailing axes make one unit of the budget. axes: what one step along each axis is called where claims look at the
+    output in another shape than the signature's.
     """
 
     name: str
     dtype: Literal["storage", "float32", "int64", "bool"] = "storage"
     reduce: int = 1
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,14 @@ class Operator:
         self._fresh(function.__name__, self.controls, "control")
         self.controls[function.__name__] = Control(function.__name__, self.name, function)
         return function
+
+    def place(self, output: Output, index: Sequence[int]) -> str:
+        """One entry of an output in words: "keys[row 3, pair 1, side 0]", by the output's or the signature's axes."""
+        found = re.search(rf"\b{re.escape(output.name)}\b\[([^\]]*)\]", self.signature.split("->")[1])
+        signed = tuple(dim.split("+")[0].removesuffix("s") for dim in _dims(found[1])) if found else ()
+        axes = next((axes for axes in (signed, output.axes) if len(axes) == len(index)), None)
+        steps = index if axes is None else [f"{axis} {step}" for axis, step in zip(axes, index, strict=True)]
+        return f"{output.name}[{', '.join(map(str, steps))}]" if index else output.name
 
     def result_shapes(self, args: Sequence[Any]) -> list[tuple[int | None, ...]]:
         """The shapes that the signature promises for these arguments; None where it depends on more than shapes."""

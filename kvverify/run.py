@@ -20,7 +20,7 @@ import torch
 
 from kvverify.budget import judge, unit_size
 from kvverify.harness import Caller, Violation, as_outputs
-from kvverify.operator import Operator
+from kvverify.operator import Operator, Output
 
 __all__ = ["Program", "Run"]
 
@@ -99,7 +99,7 @@ class Run:
             self.worst = max(self.worst, verdict.used)
             if not verdict.ok:
                 kind = "not finite" if not math.isfinite(verdict.actual) and math.isfinite(verdict.truth) else "budget"
-                place = f"{spec.name}{list(verdict.index)}" if verdict.index else spec.name
+                place = self.operator.place(spec, verdict.index)
                 raise Violation(
                     kind,
                     f"{place} is {verdict.actual:.6g}, should be {verdict.truth:.6g}",
@@ -124,7 +124,7 @@ class Run:
             different &= ~(mine.isnan() & right.isnan())
             if different.any():
                 at = tuple(int(i) for i in different.nonzero()[0])
-                place = f"{name}{list(at)}" if at else name
+                place = self.operator.place(Output(name), at)
                 raise Violation(
                     "exact",
                     f"{place} is {mine[at].item()}, should be {right[at].item()} "

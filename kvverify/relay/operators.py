@@ -318,7 +318,7 @@ RELOCATE = Operator(
     case=RelocateCase,
     oracle=policy.relocate,
     peer=policy.relocate,
-    outputs=(Output("keys"),),
+    outputs=(Output("keys", axes=("row", "pair", "side")),),
     read_bytes=relocate_bytes,
     captured=tuple(CapturedRelocateCase(layer=layer) for layer in range(3)),
 )
@@ -334,7 +334,11 @@ SESSION = Operator(
     case=SessionCase,
     oracle=session,
     peer=session,
-    outputs=(Output("keys"), Output("values"), Output("positions", dtype="int64", reduce=0)),
+    outputs=(
+        Output("keys", axes=("layer", "head", "slot", "pair", "side")),
+        Output("values"),
+        Output("positions", dtype="int64", reduce=0),
+    ),
     read_bytes=session_bytes,
 )
 

@@ -3,6 +3,7 @@
 from kvverify.report.files import write_reports
 from kvverify.report.text import (
     failure_block,
+    failure_blocks,
     header,
     ladder_line,
     matrix_line,
@@ -13,6 +14,7 @@ from kvverify.report.text import (
 
 __all__ = [
     "failure_block",
+    "failure_blocks",
     "header",
     "ladder_line",
     "matrix_line",

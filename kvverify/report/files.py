@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from kvverify.report.text import failure_block, summary
+from kvverify.report.text import failure_block, failure_blocks, summary
 from kvverify.verdicts import Report
 
 __all__ = ["junit", "markdown", "write_atomically", "write_reports"]
@@ -87,7 +87,6 @@ def markdown(report: Report) -> str:
             f"| {'✔' if verdict.ok else '✘'} | {verdict.operator} | {verdict.claim} | {verdict.examples} | {used}"
             f" | {_cell(verdict.statement)} |"
         )
-    for verdict in report.verdicts:
-        if not verdict.ok:
-            lines += ["", "```text", failure_block(verdict), "```"]
+    for block in failure_blocks(report):
+        lines += ["", "```text", block, "```"]
     return "\n".join([*lines, "", summary(report), ""])

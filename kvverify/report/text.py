@@ -8,7 +8,16 @@ from kvverify.gate import Session
 from kvverify.matrix import Row
 from kvverify.verdicts import Report, SelfCheck, Verdict, versions
 
-__all__ = ["failure_block", "header", "ladder_line", "matrix_line", "render", "self_check_line", "summary"]
+__all__ = [
+    "failure_block",
+    "failure_blocks",
+    "header",
+    "ladder_line",
+    "matrix_line",
+    "render",
+    "self_check_line",
+    "summary",
+]
 
 WIDTH = 120
 
@@ -72,6 +81,22 @@ def failure_block(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
+def failure_blocks(report: Report) -> list[str]:
+    """A block per failure, but one only for all claims of an operator that fail as the same known-bad kernel does."""
+    blocks: list[str] = []
+    told: dict[tuple[str, str], int] = {}
+    for verdict in report.verdicts:
+        if verdict.failure is None:
+            continue
+        cause = (verdict.operator, verdict.failure.nearest or "")
+        if cause[1] and cause in told:
+            blocks[told[cause]] += f"\n    {'also':<8} {verdict.claim}: {verdict.failure.case}"
+            continue
+        told[cause] = len(blocks)
+        blocks.append(failure_block(verdict))
+    return blocks
+
+
 def _nearest(verdict: Verdict) -> str:
     failure = verdict.failure
     if failure is None or not failure.compared:
@@ -102,5 +127,5 @@ def render(report: Report) -> str:
             shown = verdict.operator
             lines.append(shown)
         lines.append(ladder_line(verdict))
-    lines += [failure_block(verdict) for verdict in report.verdicts if not verdict.ok]
+    lines += failure_blocks(report)
     return "\n".join([*lines, summary(report)])
