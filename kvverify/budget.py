@@ -100,7 +100,7 @@ def unit_size(truth: torch.Tensor, reduce: int) -> torch.Tensor:
 def _error(value: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Absolute error; equal infinities agree, NaN or any other infinity is infinitely wrong."""
     error = (value.double() - truth).abs()
-    return torch.where(value.double() == truth, 0.0, error).nan_to_num(nan=math.inf)
+    return torch.where(value.double() == truth, 0.0, error).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def judge(
@@ -129,23 +129,21 @@ def judge(
     band = band.expand_as(size)
     if not _error(peer, truth).isfinite().all():
         raise ValueError("the peer is infinitely far from the truth: the case leaves what its dtype can hold")
-    worst = None
+    if not truth.numel():
+        return Judgement(True, 0.0, (), 0.0, 0.0, "nothing to compare")
+    worst = (-1.0, "", 0, size, size)
     for name, mine, theirs in zip(
         ("max", "rms"),
         _per_unit(_error(actual, truth), reduce),
         _per_unit(_error(peer, truth), reduce),
         strict=True,
     ):
-        if not mine.numel():
-            continue
         allowed = PEER_FACTOR * theirs + band
-        used = torch.where(mine == 0, 0.0, mine / allowed).nan_to_num(nan=math.inf)
+        used = torch.where(mine == 0, 0.0, mine / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
         at = int(used.argmax())
-        if worst is None or float(used.flatten()[at]) > worst[0]:
-            worst = (float(used.flatten()[at]), name, at, mine, theirs, size)
-    if worst is None:
-        return Judgement(True, 0.0, (), 0.0, 0.0, "nothing to compare")
-    used_there, name, at, mine, theirs, size = worst
+        if float(used.flatten()[at]) > worst[0]:
+            worst = (float(used.flatten()[at]), name, at, mine, theirs)
+    used_there, name, at, mine, theirs = worst
     unit = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mine.shape)) if mine.dim() else ()
     inside = _error(actual, truth)[unit]
     place = (*unit, *(int(i) for i in torch.unravel_index(inside.argmax(), inside.shape))) if reduce else unit

@@ -22,14 +22,26 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["DTYPES", "Case", "Inputs", "among", "cases", "generator", "magnitudes", "parse_case", "restrict"]
+__all__ = [
+    "DTYPES",
+    "Case",
+    "Inputs",
+    "among",
+    "cases",
+    "generator",
+    "leaves",
+    "magnitudes",
+    "parse_case",
+    "rebuilt",
+    "restrict",
+]
 
 C = TypeVar("C", bound="Case")
 
@@ -51,11 +63,12 @@ def among(default: Any, *others: Any) -> Any:
 class Inputs:
     """The arguments of one operator call: `tensors` in signature order, then `static` keyword arguments.
 
+    One of the tensors may be a dataclass of tensors, such as a packed store: a format that is passed as a whole.
     An attribute names either, so `inputs.keys` and `inputs.scale` read like the signature.
 
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Any]
     static: Mapping[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -164,9 +177,32 @@ def parse_case(text: str, case_types: Collection[type[Case]]) -> Case:
             raise ValueError(f"{case_type.__name__} has no field {keyword.arg!r}: expected one of {sorted(known)}")
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise ValueError(f"field {keyword.arg!r} of case {text!r} is not a literal value") from None
     return case_type(**values)
+
+
+def leaves(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors of positional arguments; those of a dataclass in the order of its fields."""
+    return [tensor for argument in arguments for tensor in _parts(argument).values()]
+
+
+def rebuilt(arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The same arguments made of other tensors, given in the order of `leaves`."""
+    supply = iter(tensors)
+    return [
+        next(supply)
+        if isinstance(argument, torch.Tensor)
+        else dataclasses.replace(argument, **{name: next(supply) for name in _parts(argument)})
+        for argument in arguments
+    ]
+
+
+def _parts(argument: Any) -> dict[str, torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return {"": argument}
+    parts = {spec.name: getattr(argument, spec.name) for spec in dataclasses.fields(argument)}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
 
 
 def generator(seed: int, *, stream: int = 0) -> torch.Generator:

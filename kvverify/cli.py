@@ -1,4 +1,4 @@
-"""The command `kvverify`: list, explain, gate, repro, mutants.
+"""The command `kvverify`: list, explain, gate, repro, mutants; stats and capacity are in `commands`.
 
 Exit codes mean one thing each: 0 ok, 1 conformance failure, 2 interrupted, 3 internal, 4 usage, 5 nothing tested.
 """
@@ -9,6 +9,7 @@ import inspect
 import sys
 import time
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +18,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from kvverify import budget
+from kvverify import budget, commands
 from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduce, self_check
 from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
 from kvverify.operator import POLICIES, Operator, registry
-from kvverify.report import failure_blocks, header, ladder_line, matrix_line, self_check_line, summary, write_reports
+from kvverify.report import (
+    failure_blocks,
+    header,
+    ladder_line,
+    matrix_line,
+    reserve,
+    self_check_line,
+    summary,
+    write_reports,
+)
+from kvverify.rules import table
 from kvverify.search import SuiteError
 from kvverify.target import UsageError
 from kvverify.verdicts import Verdict
@@ -30,6 +41,7 @@ from kvverify.verdicts import Verdict
 __all__ = ["app", "main"]
 
 OK, FAILED, INTERRUPTED, INTERNAL, USAGE, NOTHING_TESTED = range(6)
+CLICK_INTERRUPTED = 130
 
 app = typer.Typer(
     help="The executable specification of KV-cache policies, and a gate for the kernels that implement them.",
@@ -37,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, emoji=False)
 
 
 @app.command("list")
@@ -98,6 +110,8 @@ def gate(
     """Gate an implementation: every claim on every operator that it binds."""
     started = time.monotonic()
     session = open_session(implementation, profile=profile, seed=seed, device=device, require_gpu=require_gpu)
+    if report is not None:
+        reserve(report)
     console.print(escape(header(session)))
     proven = self_check(session.operators)
     console.print(escape(self_check_line(proven)), style="" if proven.ok else "bold red")
@@ -145,11 +159,18 @@ def repro(
 def mutants(
     policy: Annotated[str | None, typer.Argument(help=f"one of {', '.join(POLICIES)}; default: all")] = None,
     seed: Annotated[int, typer.Option(help="which cases are drawn")] = 0,
-    examples: Annotated[int, typer.Option(help="drawn cases per claim and kernel")] = 60,
+    examples: Annotated[int, typer.Option(min=1, help="drawn cases per claim and kernel")] = 60,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="instead, what other comparison rules would let through")
+    ] = False,
 ) -> None:
     """Run every known-bad kernel against every claim: each named claim must reject it, equivalents must pass."""
     if policy is not None and policy not in POLICIES:
         raise UsageError(f"policy {policy!r} is unknown: expected one of {list(POLICIES)}")
+    if rules:
+        for line in table(seed=seed):
+            console.print(escape(line))
+        return
     tested = [operator for name, operator in registry().items() if policy in (None, name.split(".")[0])]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("mutants", total=None)
@@ -169,11 +190,19 @@ def mutants(
     raise typer.Exit(OK if caught == len(bad) and passed == len(good) else FAILED)
 
 
+commands.register(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every error is one line on stderr and one exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that cannot show a check mark still gets its verdict
     try:
         # Without standalone mode, click returns the code of a typer.Exit instead of raising it.
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False) or OK
+        if code == CLICK_INTERRUPTED:
+            code = _complain("interrupted", INTERRUPTED)
     except UsageError as error:
         code = _complain(str(error), error.exit_code)
     except Violation as violation:
@@ -184,9 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SuiteError as error:
         code = _complain(f"the suite itself failed: {error}", INTERNAL)
     except Exception as error:
-        if not hasattr(error, "format_message"):
-            raise
-        code = _complain(error.format_message(), USAGE)
+        if hasattr(error, "format_message"):
+            code = _complain(error.format_message(), USAGE)
+        else:
+            code = _complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}", INTERNAL)
     sys.exit(code)
 
 

@@ -43,10 +43,13 @@ def _distance(left: Sequence[tuple[torch.Tensor, ...]], right: Sequence[tuple[to
 def nearest_mutant(
     operator: Operator, claim: Claim, implementation: Implementation, *, seed: int
 ) -> tuple[str | None, int]:
-    """The mutant whose results an implementation gives, or None, and on how many failing cases that was compared."""
+    """The mutant whose results an implementation gives, or None, and on how many failing cases that was compared.
+
+    Fewer than twelve failing cases are too few to compare: (None, 0).
+    """
     found = failing_cases(operator, claim, implementation, seed=seed, enough=ENOUGH, seconds=SECONDS)
     if len(found) < ENOUGH:
-        return None, len(found)
+        return None, 0
     honest = [attempt(operator, claim, operator.peer, case) for case, _ in found]
     far = sum(_distance(mine.results, theirs.results) for (_, mine), theirs in zip(found, honest, strict=True))
     best: tuple[float, str | None] = (NEAR * far, None)

@@ -22,6 +22,7 @@ import torch
 
 from kvverify.cases import parse_case, restrict
 from kvverify.diagnosis import nearest_mutant
+from kvverify.harness import one_line
 from kvverify.operator import Claim, Implementation, Operator, registry
 from kvverify.search import attempt, search
 from kvverify.target import UsageError, resolve
@@ -81,7 +82,7 @@ class Session:
             target=self.target,
             device=chosen.device,
             dtypes=tuple(chosen.dtypes),
-            evidence=chosen.evidence,
+            evidence=chosen.evidence_level,
             profile=self.profile,
             seed=self.seed,
             versions=versions(),
@@ -111,6 +112,12 @@ def open_session(
         chosen = dataclasses.replace(chosen, device=device)
     _check_device(chosen.device, require_gpu=require_gpu)
     bound = _bound_operators(chosen)
+    fields = {spec.name for operator in bound for spec in dataclasses.fields(operator.case)}
+    for name in chosen.supports:
+        if name not in fields:
+            raise UsageError(
+                f"supports of {chosen.name!r} names {name!r}, a field of no case: expected some of {sorted(fields)}"
+            )
     for operator in bound:
         try:
             restrict(operator.case, chosen.allowed)
@@ -120,12 +127,21 @@ def open_session(
 
 
 def _check_device(device: str, *, require_gpu: bool) -> None:
+    default = torch.get_default_device()
+    if default.type != "cpu":  # cases are built on the CPU, by the same generator everywhere
+        raise UsageError(
+            f"torch's default device is {str(default)!r}: expected 'cpu'; let the implementation say device=... instead"
+        )
     try:
         kind = torch.device(device).type
     except RuntimeError:
         raise UsageError(f"device {device!r} is unknown: expected for example 'cpu' or 'cuda'") from None
     if kind == "cuda" and torch.cuda.device_count() == 0:
         raise UsageError(f"device {device!r}: torch sees no CUDA device here", exit_code=NOTHING_TESTED)
+    try:
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:
+        raise UsageError(f"device {device!r} holds no tensors here: {one_line(error)}") from None
     if require_gpu and kind != "cuda":
         raise UsageError(f"device {device!r}: a GPU was required (--require-gpu)", exit_code=NOTHING_TESTED)
 
@@ -168,7 +184,8 @@ def check_claim(session: Session, operator: Operator, claim: Claim) -> Verdict:
     started = time.monotonic()
     limits = PROFILES[session.profile]
     chosen, seed = session.implementation, session.seed
-    found = search(operator, claim, chosen, seed=seed, examples=limits.examples, seconds=limits.seconds)
+    examples = -(-limits.examples // operator.weight)
+    found = search(operator, claim, chosen, seed=seed, examples=examples, seconds=limits.seconds)
     failure = None
     if found.violation is not None:
         target = session.target or "MODULE:ATTRIBUTE"
@@ -242,6 +259,10 @@ def reproduce(implementation: Implementation | str, operator: str, claim: str, c
         built = parse_case(case, {chosen.case, *(type(captured) for captured in chosen.captured)})
     except ValueError as error:
         raise UsageError(str(error)) from None
+    try:
+        built.build()
+    except Exception as error:
+        raise UsageError(f"case {case!r} does not build: {type(error).__name__}: {one_line(error)}") from None
     tried = attempt(
         chosen,
         chosen.claims[claim],

@@ -23,23 +23,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvverify.cases import Case
+from kvverify.cases import Case, leaves, rebuilt
 from kvverify.operator import Operator, Output
 
-__all__ = ["Caller", "Violation", "as_outputs", "placed", "poisoned_allocations", "same_bits"]
+__all__ = ["Caller", "Violation", "as_outputs", "one_line", "placed", "poisoned_allocations", "same_bits"]
 
 GUARD = 64
 GAP = 8
 SLOW_SECONDS = 0.005
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_permuted.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
@@ -68,6 +69,11 @@ def poison_value(dtype: torch.dtype) -> float | int | bool:
 
 
 class _Poison(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch.compile alone: under a mode without this it silently runs the uncompiled function instead."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
@@ -109,7 +115,7 @@ def placed(tensor: torch.Tensor, memory: str, device: str) -> tuple[torch.Tensor
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as bytes, so that NaN equals itself and -0 differs from 0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -117,12 +123,16 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(_bits(left), _bits(right)))
 
 
-def _other_contents(storage: torch.Tensor, view: torch.Tensor) -> None:
-    """Exchange an input for other legal contents in the same storage: floats halved, ids and masks reversed."""
-    if storage.dtype.is_floating_point:
-        view.mul_(0.5)
-    elif view.dim():
-        view.copy_(view.flip(-1))
+def _other_contents(view: torch.Tensor, *, in_order: bool) -> None:
+    """Exchange an input for other contents in the same storage: reversed along every axis, and floats halved."""
+    changed = view.clone() if in_order else view.flip(tuple(range(view.dim())))
+    view.copy_(0.5 * changed if view.dtype.is_floating_point else changed)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line that a terminal and an XML file can hold."""
+    text = " ".join(str(error).split())[:300]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def as_outputs(result: Any) -> tuple[Any, ...]:
@@ -144,13 +154,13 @@ class Caller:
     calls: int = 0
     seconds: float = 0.0
 
-    def __call__(self, *args: torch.Tensor, **static: Any) -> Any:
+    def __call__(self, *args: Any, **static: Any) -> Any:
         """Call it as the operator is called; return its results as CPU tensors. Raises Violation."""
         self.calls += 1
-        placed_args = [placed(tensor, self.case.memory, self.device) for tensor in args]
-        views = [view for view, _ in placed_args]
+        placed_args = [placed(tensor, self.case.memory, self.device) for tensor in leaves(args)]
+        views = rebuilt(args, (view for view, _ in placed_args))
         before = [storage.clone() for _, storage in placed_args]
-        self._warm_up(placed_args, before, static)
+        self._warm_up(placed_args, before, views, static)
         first = self._once(views, static, poison=True)
         self._check_inputs(placed_args, before)
         shared = {storage.untyped_storage().data_ptr() for _, storage in placed_args}
@@ -162,18 +172,20 @@ class Caller:
             again = self._once(views, static, poison=False)
             for output, one, two in zip(self.operator.outputs, kept, again, strict=False):
                 if not same_bits(one, two.detach().cpu()):
-                    raise Violation("nondeterministic", f"{output.name} differs between two equal calls")
+                    raise _unsteady(output.name, one, two.detach().cpu())
         return kept[0] if len(self.operator.outputs) == 1 else kept
 
-    def _once(self, views: list[torch.Tensor], static: dict[str, Any], *, poison: bool) -> tuple[torch.Tensor, ...]:
+    def _once(self, views: list[Any], static: dict[str, Any], *, poison: bool) -> tuple[torch.Tensor, ...]:
         started = time.perf_counter()
         try:
             with poisoned_allocations() if poison else nullcontext():
                 result = self.function(*views, **static)
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize()
-        except Exception as error:
-            text = " ".join(str(error).split())[:300]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, or a pytest.skip, would otherwise end the gate as if all were well
+            text = one_line(error)
             raise Violation("raised", f"{self.operator.name} raised {type(error).__name__}: {text}") from error
         self.seconds = max(self.seconds, time.perf_counter() - started)
         if result is None and self.in_place:
@@ -181,14 +193,26 @@ class Caller:
         return as_outputs(result)
 
     def _warm_up(
-        self, placed_args: list[tuple[torch.Tensor, torch.Tensor]], before: list[torch.Tensor], static: dict[str, Any]
+        self,
+        placed_args: list[tuple[torch.Tensor, torch.Tensor]],
+        before: list[torch.Tensor],
+        views: list[Any],
+        static: dict[str, Any],
     ) -> None:
-        for view, storage in placed_args:
-            _other_contents(storage, view)
-        with suppress(Exception):  # only the judged call counts; these contents may be refused
-            self.function(*(view for view, _ in placed_args), **static)
-        for (_, storage), original in zip(placed_args, before, strict=True):
-            storage.copy_(original)
+        for in_order in (False, True):  # contents out of order may be refused; only the judged call counts
+            for view, _ in placed_args:
+                _other_contents(view, in_order=in_order)
+            try:
+                self.function(*views, **static)
+                accepted = True
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                accepted = False
+            for (_, storage), original in zip(placed_args, before, strict=True):
+                storage.copy_(original)
+            if accepted:
+                return
 
     def _check_inputs(self, placed_args: list[tuple[torch.Tensor, torch.Tensor]], before: list[torch.Tensor]) -> None:
         for position, ((view, storage), original) in enumerate(zip(placed_args, before, strict=True)):
@@ -205,10 +229,10 @@ class Caller:
                 what = "memory outside" if inside else "the contents of"
                 raise Violation("input changed", f"{self.operator.name} changed {what} argument {position}")
 
-    def _check_outputs(self, outputs: tuple[Any, ...], args: Sequence[torch.Tensor], shared: set[int]) -> None:
+    def _check_outputs(self, outputs: tuple[Any, ...], args: Sequence[Any], shared: set[int]) -> None:
         name, specs = self.operator.name, self.operator.outputs
         wanted = f"expected {', '.join(spec.name for spec in specs)} as in {self.operator.signature}"
-        if len(outputs) != len(specs) or not all(isinstance(tensor, torch.Tensor) for tensor in outputs):
+        if len(outputs) != len(specs) or not all(_is_dense(tensor) for tensor in outputs):
             got = ", ".join(type(item).__name__ for item in outputs)
             raise Violation("wrong result", f"{name} returned {got}: {wanted}")
         for spec, tensor, shape in zip(specs, outputs, self.operator.result_shapes(args), strict=True):
@@ -224,8 +248,21 @@ class Caller:
                 raise Violation("aliases input", f"{spec.name} shares memory with an argument: expected a new tensor")
 
 
+def _unsteady(name: str, poisoned: torch.Tensor, plain: torch.Tensor) -> Violation:
+    """Why two equal calls differ, of which the first had its allocations poisoned: did the poison come through."""
+    value = poison_value(poisoned.dtype)
+    born = poisoned.isnan() if isinstance(value, float) else poisoned == value
+    if poisoned.shape == plain.shape and bool((born & (poisoned != plain)).any()):
+        return Violation("unwritten memory", f"{name} holds memory that the call allocated and never wrote")
+    return Violation("nondeterministic", f"{name} differs between two equal calls")
+
+
+def _is_dense(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.layout == torch.strided and not result.is_meta
+
+
 def _dtype_fits(spec: Output, dtype: torch.dtype, storage: torch.dtype) -> bool:
-    if spec.dtype in ("int64", "bool"):
-        return dtype is {"int64": torch.int64, "bool": torch.bool}[spec.dtype]
-    least = torch.float32 if spec.dtype == "float32" else storage
+    if spec.dtype in ("int64", "uint8", "bool"):
+        return dtype is getattr(torch, spec.dtype)
+    least = {"float16": torch.float16, "float32": torch.float32}.get(spec.dtype, storage)
     return dtype == least or dtype in (torch.float32, torch.float64)

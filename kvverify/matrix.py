@@ -63,7 +63,8 @@ def _cases_until_rejected(
         for case in (operator.case(), *operator.captured):
             visit(case)
         ran = 1
-        draw(cases(operator.case), visit, seed=claim_seed(seed, operator, claim), examples=examples, shrink=False)
+        drawn = -(-examples // operator.weight)
+        draw(cases(operator.case), visit, seed=claim_seed(seed, operator, claim), examples=drawn, shrink=False)
     except (Violation, hypothesis.errors.Flaky):
         return ran
     return None

@@ -32,25 +32,26 @@ from kvverify.cases import DTYPES, Case
 
 __all__ = ["Claim", "Control", "Implementation", "Mutant", "Operator", "Output", "implements", "operators", "registry"]
 
-POLICIES = ("attention", "relay")
+POLICIES = ("attention", "vestige", "relay", "geodesia")
 """The folders that hold operators, in the order in which reports show them."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Evidence = Literal["exact", "budget"]
 Status = Literal["holds", "corrected", "measured"]
+EVIDENCE = ("reference", "interpreter", "compiled")
 
 
 @dataclass(frozen=True)
 class Output:
     """One tensor that an operator returns; its shape stands in the signature.
 
-    dtype: "storage" (that of the first input, or wider), "float32" (or wider), "int64" or "bool". reduce: how many
-    trailing axes make one unit of the budget. axes: what one step along each axis is called where claims look at the
-    output in another shape than the signature's.
+    dtype: "storage" (that of the first input, or wider), "float16" or "float32" (or wider), "int64", "uint8" or
+    "bool". reduce: how many trailing axes make one unit of the budget. axes: what one step along each axis is called
+    where claims look at the output in another shape than the signature's.
     """
 
     name: str
-    dtype: Literal["storage", "float32", "int64", "bool"] = "storage"
+    dtype: Literal["storage", "float16", "float32", "int64", "uint8", "bool"] = "storage"
     reduce: int = 1
     axes: tuple[str, ...] = ()
 
@@ -107,7 +108,7 @@ class Operator:
     name: "policy.operator". signature: as documentation shows it. case: the case type, whose `build()` gives the
     inputs. oracle: float64 truth on the same stored inputs. peer: the best honest kernel. read_bytes: case -> the
     bytes an implementation must at least read. captured: cases that hold data of a real model, run beside the drawn
-    ones.
+    ones. weight: how many cases of a single kernel one of its cases takes the time of; so many fewer are drawn.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Operator:
     outputs: tuple[Output, ...]
     read_bytes: Callable[[Any], int]
     captured: tuple[Case, ...] = ()
+    weight: int = 1
     claims: dict[str, Claim] = field(default_factory=dict)
     mutants: dict[str, Mutant] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
@@ -224,8 +226,8 @@ class Implementation:
     inputs are placed, as torch names it. dtypes: the storage dtypes it handles, out of "fp32", "bf16", "fp16",
     "fp64". supports: per case field the values it handles, e.g. `{"layout": {"half"}}`; a field that is not mentioned
     is tested in full. in_place: operators that change their first argument instead of returning a new tensor; they
-    are judged on a clone. evidence: how the kernel runs: "reference" (torch), "interpreter" (Triton on a CPU),
-    "compiled"; on a CUDA device it is "gpu".
+    are judged on a clone. evidence: how the kernel runs where there is no GPU: "reference" (torch), "interpreter"
+    (Triton on a CPU), "compiled".
     """
 
     name: str
@@ -234,37 +236,58 @@ class Implementation:
     dtypes: Sequence[str] = field(default=("fp32", "bf16", "fp16"), kw_only=True)
     supports: Mapping[str, Collection[Any]] = field(default_factory=dict, kw_only=True)
     in_place: Collection[str] = field(default=(), kw_only=True)
-    evidence: Literal["reference", "interpreter", "compiled", "gpu"] = field(default="reference", kw_only=True)
+    evidence: Literal["reference", "interpreter", "compiled"] = field(default="reference", kw_only=True)
 
     def __post_init__(self) -> None:
-        bindings: dict[Any, Callable[..., Any]]
+        bindings = self._bound()
+        dtypes = (self.dtypes,) if isinstance(self.dtypes, str) else tuple(self.dtypes)
+        in_place = (self.in_place,) if isinstance(self.in_place, str) else tuple(self.in_place)
+        for dtype in dtypes or ("",):
+            if dtype not in DTYPES:
+                raise ValueError(f"dtypes of {self.name!r} holds {dtype!r}: expected some of {list(DTYPES)}")
+        for operator in in_place:
+            if operator not in bindings:
+                raise ValueError(f"in_place of {self.name!r} holds {operator!r}: expected some of {sorted(bindings)}")
+        for case_field, values in self.supports.items():
+            if isinstance(values, str) or not isinstance(values, Collection):
+                raise ValueError(f"supports[{case_field!r}] of {self.name!r} is {values!r}: expected a set of values")
+        if self.evidence not in EVIDENCE:
+            raise ValueError(f"evidence of {self.name!r} is {self.evidence!r}: expected one of {list(EVIDENCE)}")
+        object.__setattr__(self, "operators", bindings)
+        object.__setattr__(self, "dtypes", dtypes)
+        object.__setattr__(self, "in_place", in_place)
+        object.__setattr__(self, "device", str(self.device))
+
+    def _bound(self) -> dict[str, Callable[..., Any]]:
         if isinstance(self.operators, Mapping):
-            bindings = dict(self.operators)
+            pairs = list(self.operators.items())
+        elif isinstance(self.operators, Iterable):
+            pairs = [(getattr(function, "__kvverify_operator__", None), function) for function in self.operators]
         else:
-            bindings = {getattr(function, "__kvverify_operator__", None): function for function in self.operators}
-        for operator, function in bindings.items():
+            raise ValueError(
+                f"operators of {self.name!r} is {self.operators!r}: expected a mapping from operator names to callables"
+            )
+        bindings: dict[str, Callable[..., Any]] = {}
+        for operator, function in pairs:
             if not isinstance(operator, str):
                 raise ValueError(f"operators of {self.name!r}: {function!r} is not marked with @implements(...)")
             if not callable(function):
                 raise ValueError(f"operators[{operator!r}] of {self.name!r} is {function!r}: expected a callable")
+            if bindings.setdefault(operator, function) is not function:
+                raise ValueError(f"operators of {self.name!r} binds {operator!r} twice: expected one function for it")
         if not bindings:
             raise ValueError(f"operators of {self.name!r} is empty: expected at least one binding")
-        dtypes = (self.dtypes,) if isinstance(self.dtypes, str) else tuple(self.dtypes)
-        for dtype in dtypes or ("",):
-            if dtype not in DTYPES:
-                raise ValueError(f"dtypes of {self.name!r} holds {dtype!r}: expected some of {list(DTYPES)}")
-        for operator in self.in_place:
-            if operator not in bindings:
-                raise ValueError(f"in_place of {self.name!r} holds {operator!r}: expected some of {sorted(bindings)}")
-        object.__setattr__(self, "operators", bindings)
-        object.__setattr__(self, "dtypes", dtypes)
-        if self.device.startswith("cuda"):
-            object.__setattr__(self, "evidence", "gpu")
+        return bindings
 
     @property
     def bindings(self) -> dict[str, Callable[..., Any]]:
         """The callable bound to each operator."""
         return self.operators  # type: ignore[return-value]  # a mapping since __post_init__
+
+    @property
+    def evidence_level(self) -> str:
+        """What a run of it proves: its `evidence`, or "gpu" where it runs on a CUDA device."""
+        return "gpu" if self.device.startswith("cuda") else self.evidence
 
     @property
     def allowed(self) -> dict[str, Collection[Any]]:

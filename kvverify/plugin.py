@@ -38,9 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not target:
         return
     from kvverify.gate import open_session
+    from kvverify.report.files import reserve
     from kvverify.target import UsageError
 
     try:
+        if config.getoption("--kv-report"):
+            reserve(Path(config.invocation_params.dir, config.getoption("--kv-report")))
         config.stash[SESSION] = open_session(
             target,
             profile=config.getoption("--kv-profile"),
@@ -70,20 +73,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kv_check" in metafunc.fixturenames:
         from kvverify.conformance import checks
 
-        found = checks(_session(metafunc.config))
+        found = checks(metafunc.config.stash[SESSION]) if SESSION in metafunc.config.stash else []
         metafunc.parametrize("kv_check", found, ids=[str(check) for check in found])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse to run our tests without an implementation."""
+    ours = {"kv_check", "kv_session"}
+    if SESSION not in config.stash and any(ours.intersection(getattr(item, "fixturenames", ())) for item in items):
+        raise pytest.UsageError("kvverify.conformance needs --kv-impl MODULE:ATTRIBUTE")
 
 
 @pytest.fixture
 def kv_session(pytestconfig: pytest.Config) -> Any:
     """What is tested: the implementation, its operators, the profile and the seed."""
-    return _session(pytestconfig)
-
-
-def _session(config: pytest.Config) -> Any:
-    if SESSION not in config.stash:
-        raise pytest.UsageError("kvverify.conformance needs --kv-impl MODULE:ATTRIBUTE")
-    return config.stash[SESSION]
+    return pytestconfig.stash[SESSION]
 
 
 class _Recorder:
@@ -114,9 +118,11 @@ class _Recorder:
         from kvverify.report.files import write_reports
         from kvverify.verdicts import SelfCheck, Verdict
 
-        found = self.config.stash[FOUND]
+        found, session = self.config.stash[FOUND], self.config.stash[SESSION]
         count, missed, idle = found["kv_self_check"][0] if found["kv_self_check"] else (0, (), ())
         verdicts = [Verdict.from_dict(told) for told in found["kv_verdict"]]
+        rank = {(operator.name, claim.name): at for at, (operator, claim) in enumerate(session.claims())}
+        verdicts.sort(key=lambda verdict: rank[verdict.operator, verdict.claim])  # parallel workers finish in any order
         seconds = time.monotonic() - self.config.stash[STARTED]
-        report = self.config.stash[SESSION].report(SelfCheck(count, tuple(missed), tuple(idle)), verdicts, seconds)
+        report = session.report(SelfCheck(count, tuple(missed), tuple(idle)), verdicts, seconds)
         write_reports(report, folder)

@@ -5,8 +5,9 @@ Theory of operation
 A claim is one program, run on three machines. `impl` is the implementation,
 called under adversity; `peer` is the honest kernel; `oracle` is the float64 truth, which sees the same stored inputs
 and runs after the implementation has returned, on its own clones. `close` judges what the program gives on the first
-by what it gives on the other two; `equal` judges without allowance what is moved or counted. Claims raise nothing
-themselves, and never compare with a bare tolerance.
+by what it gives on the other two; `equal` judges without allowance what is moved or counted; `valid` asks whether the
+result is one of several right answers, such as a set under any tie-break. Claims raise nothing themselves, and never
+compare with a bare tolerance.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from kvverify.budget import judge, unit_size
+from kvverify.cases import leaves, rebuilt
 from kvverify.harness import Caller, Violation, as_outputs
 from kvverify.operator import Operator, Output
 
@@ -29,19 +31,25 @@ Program = Callable[[Callable[..., Any]], Any]
 
 
 def _oracle(operator: Operator) -> Callable[..., Any]:
-    def call(*args: torch.Tensor, **static: Any) -> Any:
-        wide = (tensor.double() if tensor.is_floating_point() else tensor.clone() for tensor in args)
-        return operator.oracle(*wide, **static)
+    def call(*args: Any, **static: Any) -> Any:
+        return operator.oracle(*map(_widened, args), **static)
 
     return call
 
 
+def _widened(argument: Any) -> Any:
+    """A tensor in float64, on its own memory; a stored format as it is stored, since its dtypes are part of it."""
+    if not isinstance(argument, torch.Tensor):
+        return rebuilt([argument], (tensor.clone() for tensor in leaves([argument])))[0]
+    return argument.double() if argument.is_floating_point() else argument.clone()
+
+
 @dataclass
 class Run:
-    """What a claim is given: three machines that call the operator, and two judges.
+    """What a claim is given: three machines that call the operator, and three judges.
 
     impl, peer, oracle: call them as the operator is called. close: judge a program by the budget. equal: judge values
-    without allowance. size: the largest truth in each unit, to state a condition with.
+    without allowance. valid: judge by a rule. size: the largest truth in each unit, to state a condition with.
     """
 
     operator: Operator
@@ -94,7 +102,7 @@ class Run:
                     "wrong shape", f"{spec.name} has shape {list(mine.shape)}: expected {list(right.shape)}"
                 )
             # A program may widen what it looks at; the kernel still rounded to the storage dtype of the case.
-            dtype = self.impl.case.torch_dtype if spec.dtype == "storage" else torch.float32
+            dtype = {"storage": self.impl.case.torch_dtype, "float16": torch.float16}.get(spec.dtype, torch.float32)
             verdict = judge(mine, theirs, right, reduce=spec.reduce, roundings=roundings, condition=needed, dtype=dtype)
             self.worst = max(self.worst, verdict.used)
             if not verdict.ok:
@@ -132,3 +140,11 @@ class Run:
                     expected=str(right[at].item()),
                     actual=str(mine[at].item()),
                 )
+
+    def valid(self, program: Program, fault: Callable[..., str | None]) -> None:
+        """Judge `program(impl)` by a rule: `fault`, given what the program returns, says what is wrong, or None."""
+        actual = as_outputs(program(self.impl))
+        self.results.append(actual)
+        told = fault(*actual)
+        if told is not None:
+            raise Violation("invalid", told)

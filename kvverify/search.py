@@ -99,7 +99,8 @@ def _storage_elsewhere() -> Iterator[None]:
     if "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
         yield
         return
-    before = configuration.storage_directory(intent_to_write=False).home_directory
+    place = configuration.storage_directory(intent_to_write=False)
+    before: Any = getattr(place, "home_directory", place)  # older versions return the folder itself
     with tempfile.TemporaryDirectory(prefix="kvverify-") as folder:
         configuration.set_hypothesis_home_dir(folder)
         try:
@@ -113,25 +114,29 @@ def draw(
 ) -> None:
     """Visit drawn cases, also inside another `@given`; a Violation of `visit` is shrunk and raised again."""
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-        verbosity=Verbosity.quiet,
-    )
-    @hypothesis.given(strategy)
-    def trial(case: Case) -> None:
-        visit(case)
+    def trial() -> None:
+        @hypothesis.seed(seed)
+        @settings(
+            max_examples=examples,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+            backend="hypothesis",
+        )
+        @hypothesis.given(strategy)
+        def one(case: Case) -> None:
+            visit(case)
+
+        one()
 
     with _storage_elsewhere():
         if hypothesis.currently_in_test_context():
-            with ThreadPoolExecutor(1) as pool:
+            with ThreadPoolExecutor(1) as pool:  # Hypothesis refuses to nest, but a thread has a context of its own
                 pool.submit(trial).result()
         else:
             trial()
@@ -147,7 +152,7 @@ def search(
 ) -> Found:
     """Look for a failing case among the fixed ones and `examples` drawn ones, for at most `seconds`, and shrink it."""
     allowed = implementation.allowed
-    known: dict[str, Attempt] = {}
+    known: dict[str, tuple[Violation | None, float]] = {}
     failures: list[tuple[Case, Violation]] = []
     stop = time.monotonic() + seconds
 
@@ -156,7 +161,7 @@ def search(
         if repr(case) not in known:
             if known and (time.monotonic() > stop or len(failures) > SHRINK_CASES):
                 return
-            known[repr(case)] = attempt(
+            tried = attempt(
                 operator,
                 claim,
                 implementation.bindings[operator.name],
@@ -165,7 +170,8 @@ def search(
                 in_place=operator.name in implementation.in_place,
                 repeat_slow=len(known) % REPEAT_EVERY == 0,
             )
-        violation = known[repr(case)].violation
+            known[repr(case)] = tried.violation, tried.worst  # not the results: a soak would fill the memory
+        violation, _ = known[repr(case)]
         if violation is not None:
             if not failures:
                 stop = time.monotonic() + SHRINK_SECONDS
@@ -180,7 +186,7 @@ def search(
         draw(cases(operator.case, allowed), visit, seed=claim_seed(seed, operator, claim), examples=examples)
     except (Violation, hypothesis.errors.Flaky) as error:
         smallest = next((failure for failure in failures if failure[1] is error), failures[-1])
-    return Found(len(known), max((tried.worst for tried in known.values()), default=0.0), *smallest)
+    return Found(len(known), max((worst for _, worst in known.values()), default=0.0), *smallest)
 
 
 def failing_cases(

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
+from kvverify.harness import one_line
 from kvverify.operator import Implementation
 
 __all__ = ["ENTRY_POINTS", "UsageError", "resolve"]
@@ -52,10 +53,10 @@ def resolve(target: str, *, folder: str | None = None) -> Implementation:
 def _load(load: Any, target: str) -> Any:
     try:
         return load()
-    except UsageError:
+    except (UsageError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        text = " ".join(str(error).split())
+    except BaseException as error:  # a script that ends in sys.exit() would otherwise end the gate as if all were well
+        text = one_line(error)
         raise UsageError(f"implementation {target!r} does not import: {type(error).__name__}: {text}") from error
 
 
@@ -65,7 +66,10 @@ def _as_implementation(found: Any, target: str) -> Implementation:
     if isinstance(found, ModuleType):
         marked = [thing for thing in vars(found).values() if hasattr(thing, "__kvverify_operator__")]
         if marked:
-            return Implementation(target, marked)
+            try:
+                return Implementation(target, marked)
+            except ValueError as error:
+                raise UsageError(f"implementation {target!r}: {error}") from None
         raise UsageError(
             f"implementation {target!r} is a module without @implements functions: expected module:attribute"
         )

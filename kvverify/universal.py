@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvverify.cases import leaves
 from kvverify.operator import Mutant, Operator
 
 __all__ = ["universal_mutants"]
@@ -32,14 +33,14 @@ def universal_mutants(operator: Operator) -> list[Mutant]:
         return _each(operator.peer(*args, **static), torch.empty_like)
 
     def remembers_by_address(*args: Any, **static: Any) -> Any:
-        address = tuple(tensor.data_ptr() for tensor in args)
+        address = tuple(tensor.data_ptr() for tensor in leaves(args))
         if address not in remembered:
             remembered[address] = operator.peer(*args, **static)
         return _each(remembered[address], torch.clone)
 
     def destroys_its_input(*args: Any, **static: Any) -> Any:
         result = operator.peer(*args, **static)
-        for tensor in args:
+        for tensor in leaves(args):
             tensor.zero_()
         return result
 

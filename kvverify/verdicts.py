@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -96,8 +97,11 @@ class Report:
         return self.self_check.ok and bool(self.verdicts) and all(verdict.ok for verdict in self.verdicts)
 
     def to_json(self) -> str:
-        """The report as JSON, with `ok`."""
-        return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, indent=2)
+        """The report as JSON, with `ok`; `worst` is null where it is infinite, which JSON cannot say."""
+        told = {"ok": self.ok, **dataclasses.asdict(self)}
+        for verdict in told["verdicts"]:
+            verdict["worst"] = verdict["worst"] if math.isfinite(verdict["worst"]) else None
+        return json.dumps(told, indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         from kvverify.report.text import render

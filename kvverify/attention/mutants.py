@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import kvverify.attention.claims  # noqa: F401 -- a mutant names claims, so they come first
 from kvverify.attention.operators import DECODE, MERGE, DecodeCase, MergeCase, peer_decode
 from kvverify.attention.policy import decode, merge
 

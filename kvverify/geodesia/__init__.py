@@ -22,5 +22,15 @@ The rules:
 
 What must stay in sync: `Geometry.block_bits`, the page layout in `pool` and the planes of `PackedStore`; the rungs of
 `LADDER`, the columns of `block_errors` and the costs given to the allocator; `attend` and `reconstruct`.
+`plain` is the whole policy once more without any storage; the packed cache is held against it, decision by decision.
 `policy` gathers the functions that an implementation binds to; `rates` holds the exact rates of the baselines.
+`operators` (with `cases`, `store_case`, `decode_operator`) is the contract, `claims` are the paper's statements,
+`mutants` what is known to break them. Statements about tables and statistics are tests: `claims.CLAIMED_ELSEWHERE`.
 """
+
+from kvverify.geodesia import policy
+from kvverify.operator import Implementation
+
+__all__ = ["reference"]
+
+reference = Implementation("geodesia reference", {f"geodesia.{name}": vars(policy)[name] for name in policy.__all__})

@@ -112,7 +112,7 @@ def stored_rows(store: PackedStore, head: int, first: int, last: int) -> StoredR
     valid = store.valid.long()
     starts = valid.cumsum(0) - valid
     ids, residual_keys, residual_values = residual_of(store, head)
-    home = torch.searchsorted(starts + valid, ids, right=True)
+    home = torch.searchsorted(starts + valid, ids.contiguous(), right=True)
     chosen = (home >= first) & (home < last)
     parts = [_token_rows(residual_keys[chosen], residual_values[chosen], ids[chosen], home[chosen])]
     index = torch.arange(first, min(last, closed))

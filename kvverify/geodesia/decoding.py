@@ -49,7 +49,10 @@ class Policy:
 
 
 class Decoder:
-    """One sequence under the policy. `mass[kv, blocks]`, `status[kv]` and `read[kv, group, pages]` show its state."""
+    """One sequence under the policy. `mass[kv, blocks]`, `status[kv]` and `read[kv, group, pages]` show its state.
+
+    `store` is what the last query was served from.
+    """
 
     def __init__(self, policy: Policy, pool: PagePool) -> None:
         self.policy = policy
@@ -57,6 +60,7 @@ class Decoder:
         self.mass: Tensor = torch.empty(pool.geometry.kv_heads, 0, dtype=torch.float64)
         self.status: list[Status] = []
         self.read: Tensor | None = None
+        self.store: PackedStore | None = None
 
     def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Take in the prompt with its last queries: block mass, residual tokens. Nothing is demoted before a query.
@@ -116,7 +120,7 @@ class Decoder:
             [mass.update(m, new, decay=policy.decay) for m, new in zip(self.mass, weights, strict=True)]
         )
         self._allocate(first)
-        store = self.cache.packed()
+        self.store = store = self.cache.packed()
         return [self._serve(queries[:, :, i], store, first + i) for i in range(keys.shape[1])]
 
     def _allocate(self, position: int) -> None:

@@ -205,5 +205,5 @@ def _grouped(x: Tensor, axis: Axis, group: int) -> Tensor:
 
 
 def _ungrouped(grouped: Tensor, axis: Axis) -> Tensor:
-    along = grouped.reshape(-1, grouped.shape[2])
+    along = grouped.flatten(0, 1)
     return along if axis == "token" else along.T.contiguous()

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvverify.geodesia.allocate import budget
+from kvverify.geodesia.allocate import budget, tolerance
 from kvverify.geodesia.attend import attend
 from kvverify.geodesia.ladder import dequantize, pack, quantize
 from kvverify.geodesia.pages import box, rank_pages
 from kvverify.geodesia.residual import residual
+from kvverify.geodesia.serving import decode
 
-__all__ = ["allocate", "attend", "box", "dequantize", "pack", "quantize", "rank_pages", "residual"]
+__all__ = [
+    "allocate",
+    "attend",
+    "box",
+    "decode",
+    "dequantize",
+    "pack",
+    "quantize",
+    "rank_pages",
+    "residual",
+    "tolerance",
+]
 
 
 def allocate(

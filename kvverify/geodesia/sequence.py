@@ -64,6 +64,11 @@ class Sequence:
         """
         return self.valid.long().cumsum(0) - self.valid
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """Residual tokens that were chosen for each KV head, whether or not their blocks are still exact."""
+        return [marked.nonzero()[:, 0] for marked in self._marked]
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add tokens at the end, in the pool's dtype; blocks close as they fill.
 

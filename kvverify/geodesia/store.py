@@ -126,7 +126,7 @@ def read_bits(store: PackedStore, read: Tensor) -> tuple[Tensor, Tensor]:
     pages[:, closed:] = store.open_keys.shape[1] * token
     ends = store.valid.long().cumsum(0)
     for head in range(geometry.kv_heads):
-        home = torch.searchsorted(ends, residual_of(store, head)[0], right=True)
+        home = torch.searchsorted(ends, residual_of(store, head)[0].contiguous(), right=True)
         pages[head].index_add_(0, home, torch.full_like(home, token))
     summaries = 0 if store.box_low is None else store.box_low.shape[1] * token
     return (read * pages[:, None]).sum(2) + summaries, (read.any(1) * pages).sum(1) + summaries

@@ -5,7 +5,9 @@ Theory of operation. The policies of this package work on tensors and know no mo
 
 - `observation` runs single tokens at several positions and keeps what reaches the cache;
 - `rotary` explains it: the layout, the sense and the tables of the model's rotary embedding, or a refusal;
-- `loading` builds SmolLM2-135M-Instruct and reads real text, both from installed packages and without a download.
+- `loading` builds SmolLM2-135M-Instruct and reads real text, both from installed packages and without a download;
+- `latents` shows what an MLA cache holds, without copying it, and runs a step over rows that a policy chose;
+- `needles` trains two small MLA models that retrieve, with and without rotary position, and loads the shipped ones.
 
 transformers, gguf and tokenizers are imported where they are used (`pip install 'kvverify[models]'`), so importing this
 package needs torch alone.

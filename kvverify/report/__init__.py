@@ -1,6 +1,6 @@
 """Views of a report: terminal, JSON, JUnit, Markdown. None of them decides anything; all read a `Report`."""
 
-from kvverify.report.files import write_reports
+from kvverify.report.files import reserve, write_reports
 from kvverify.report.text import (
     failure_block,
     failure_blocks,
@@ -19,6 +19,7 @@ __all__ = [
     "ladder_line",
     "matrix_line",
     "render",
+    "reserve",
     "self_check_line",
     "summary",
     "write_reports",

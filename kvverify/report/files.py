@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
 from kvverify.report.text import failure_block, failure_blocks, summary
+from kvverify.target import UsageError
 from kvverify.verdicts import Report
 
-__all__ = ["junit", "markdown", "write_atomically", "write_reports"]
+__all__ = ["junit", "markdown", "reserve", "write_atomically", "write_reports"]
+
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML 1.0 document may hold, not even escaped: a kernel's message may hold any."""
+
+
+def reserve(folder: Path) -> None:
+    """Make the folder of a report before the run that fills it. Raises UsageError where there cannot be one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"report folder {str(folder)!r} cannot be written: {error.strerror}") from None
 
 
 def write_reports(report: Report, folder: Path) -> list[Path]:
     """Write report.json, junit.xml and summary.md into a folder, whole or not at all; also GitHub's step summary."""
-    folder.mkdir(parents=True, exist_ok=True)
+    reserve(folder)
     contents = {"report.json": report.to_json(), "junit.xml": junit(report), "summary.md": markdown(report)}
     for name, text in contents.items():
         write_atomically(folder / name, text)
@@ -62,7 +76,8 @@ def junit(report: Report) -> str:
                 )
                 failure.text = failure_block(verdict)
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+    text = ElementTree.tostring(root, encoding="unicode")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + NOT_XML.sub("?", text)
 
 
 def _cell(text: str) -> str:

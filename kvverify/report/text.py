@@ -25,7 +25,7 @@ WIDTH = 120
 def header(session: Session) -> str:
     """The first lines of a run: what is tested, where, how, and with which versions."""
     chosen = session.implementation
-    told = [chosen.name, chosen.device, " ".join(chosen.dtypes), chosen.evidence]
+    told = [chosen.name, chosen.device, " ".join(chosen.dtypes), chosen.evidence_level]
     tools = " ".join(f"{tool} {version}" for tool, version in versions().items())
     return " · ".join([*told, f"profile {session.profile}", f"seed {session.seed}"]) + "\n" + tools
 
@@ -44,6 +44,8 @@ def ladder_line(verdict: Verdict) -> str:
         mark, used = "✘", verdict.failure.kind
     else:
         mark, used = "✔", "exact" if verdict.evidence == "exact" else f"{verdict.worst:4.0%} of budget"
+        if verdict.evidence == "budget" and verdict.worst == 0:  # judged by a rule, which says only yes or no
+            used = "within its bound"
     line = f"  {mark} {verdict.claim:<22} {verdict.examples:>5} cases  {used:<16} "
     return line + textwrap.shorten(verdict.statement, WIDTH - len(line), placeholder=" …")
 

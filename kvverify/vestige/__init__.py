@@ -27,10 +27,27 @@ What must stay in sync
 5. Inflation and gate are calibrated on entries as stored.
 
 In reading order: `salience`, `selection`, `partition`, `pool` (rows in a shared storage), `index`, `scan`, `attend`,
-`calibration`, `step`, `accounting` (bytes read), `bounds` (the paper's inequalities), `policy` (the operators by
-their public names).
+`calibration`, `step`, `stream` (a whole life as one function), `accounting` (bytes read), `bounds` (the paper's
+inequalities), `policy` (the operators by their public names). Then the contract: `cases` and `stream_case` are the
+inputs, `operators` says what an implementation must return, `claims` are the paper's statements, `mutants` what is
+known to break them.
 """
 
+from kvverify.operator import Implementation
 from kvverify.vestige.policy import attend, index, prologue, salience, scan, select
+from kvverify.vestige.stream import stream as run_stream
 
-__all__ = ["attend", "index", "prologue", "salience", "scan", "select"]
+__all__ = ["attend", "index", "prologue", "reference", "salience", "scan", "select"]
+
+reference = Implementation(
+    "vestige reference",
+    {
+        "vestige.salience": salience,
+        "vestige.select": select,
+        "vestige.index": index,
+        "vestige.prologue": prologue,
+        "vestige.scan": scan,
+        "vestige.attend": attend,
+        "vestige.stream": run_stream,
+    },
+)

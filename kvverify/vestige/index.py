@@ -43,7 +43,7 @@ def provisional_basis(rank: int, content: int) -> Tensor:
     It goes with inflation 8 and an open gate.
     """
     require_count("rank", rank, maximum=content)
-    return torch.eye(rank, content)
+    return torch.eye(rank, content, dtype=torch.float32)
 
 
 def calibrated_basis(queries: Tensor, *, rank: int) -> Tensor:
