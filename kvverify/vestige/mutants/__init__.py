@@ -1,5 +1,5 @@
 """Known-bad implementations of VestigeKV's operators, and equivalent ones, room by room as the claims."""
 
-from kvverify.vestige.mutants import attention, eviction, partition, retrieval
+from kvverify.vestige.mutants import attention, eviction, partition, prologue, retrieval
 
-__all__ = ["attention", "eviction", "partition", "retrieval"]
+__all__ = ["attention", "eviction", "partition", "prologue", "retrieval"]
