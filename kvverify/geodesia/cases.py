@@ -83,7 +83,7 @@ class DequantizeCase(QuantizeCase):
         codes = torch.randint(0, 2**self.bits, shape, generator=generator(self.seed, stream=1), dtype=torch.uint8)
         low = rows(self.groups, self.other, regime=self.regime, seed=self.seed).half()
         # One group in three is constant: its step is 0.
-        share = torch.randint(0, 3, low.shape, generator=generator(self.seed, stream=2)) / 510
+        share = torch.randint(0, 3, low.shape, generator=generator(self.seed, stream=2)).double() / 510
         step = (low.double().abs() * share).half()
         codes = codes if self.axis == "token" else codes.T.contiguous()
         return Inputs({"codes": codes, "lo": low, "step": step}, self.numbers())
@@ -141,7 +141,7 @@ class AllocateCase(Case):
                 mass = magnitudes(self.blocks, self.seed)
         mass = mass / mass.sum().clamp(min=1e-30)
         level = torch.randint(0, self.lowest + 1, (self.blocks,), generator=random)
-        hot = torch.rand(self.blocks, generator=random) < 0.3
+        hot = torch.rand(self.blocks, generator=random, dtype=torch.float64) < 0.3
         match self.hot:
             case "none" | "all":
                 hot = torch.full_like(hot, self.hot == "all")
@@ -202,7 +202,7 @@ class ToleranceCase(Case):
         scale, norm = 0.125, 7.0
         match self.extent:
             case "boundary":
-                steps = torch.tensor([2.0 ** LADDER[1 + block % 3] - 1 for block in range(self.blocks)]).double()
+                steps = torch.tensor([2 ** LADDER[1 + block % 3] - 1 for block in range(self.blocks)]).double()
                 extent = steps * 2 * self.tau / (self.blocks * mass.clamp(min=1e-3) * scale * norm)
             case "mixed":
                 extent = 100 * magnitudes(self.blocks, self.seed)

@@ -67,7 +67,10 @@ class StoreCase(Case):
         )
         match self.regime:
             case "ramp":
-                keys = self.queries()[:, :1] * torch.linspace(-2, 4, max(self.tokens, 1))[: self.tokens, None]
+                keys = (
+                    self.queries()[:, :1]
+                    * torch.linspace(-2, 4, max(self.tokens, 1), dtype=torch.float64)[: self.tokens, None]
+                )
             case "equal":
                 keys = keys[:, :1].expand_as(keys).clone()
             case "offset":
@@ -99,7 +102,8 @@ class StoreCase(Case):
         keys, values = self.sides()
         sequence.append(keys, values)
         if self.kept and self.tokens:
-            drawn = torch.rand(self.kv, self.tokens, generator=generator(self.seed, stream=5)).argsort(-1)
+            random = generator(self.seed, stream=5)
+            drawn = torch.rand(self.kv, self.tokens, generator=random, dtype=torch.float64).argsort(-1)
             sequence.keep_exact([ids.sort().values for ids in drawn[:, : self.kept]])
         sequence.demote(self.rungs(len(sequence.valid)))
         sequence.crop(max(0, sequence.length - self.cropped))

@@ -12,6 +12,8 @@ from kvverify.vestige.policy import prologue
 
 __all__: list[str] = []
 
+BLOCK = 64
+
 
 @PROLOGUE.mutant("best_score", case=PrologueCase(regime="negative"))
 def padded_row_wins(query: Tensor, rows: Tensor, basis: Tensor, *, scale: float, value_dim: int) -> Prologue:
