@@ -32,14 +32,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy, strictly."""
-    install(session, ".[models,selectors,bench,stats]", "mypy")
+    install(session, ".[models,selectors,bench,stats,report]", "mypy")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite against the installed wheel; extra arguments go to pytest."""
-    install(session, ".[models,selectors,bench,stats,test]")
+    install(session, ".[models,selectors,bench,stats,report,test]")
     session.install("--no-deps", *REAL)
     session.run("pytest", *session.posargs)
 
@@ -77,7 +77,7 @@ def gpu_tests(session: nox.Session) -> None:
 @nox.session(default=False)
 def minimums(session: nox.Session) -> None:
     """Run the fast tests with the lowest versions that pyproject.toml allows (not of torch: gigabytes)."""
-    extras = ("models", "selectors", "bench", "stats", "test")
+    extras = ("models", "selectors", "bench", "stats", "report", "test")
     wanted = [*PROJECT["dependencies"], *(p for extra in extras for p in PROJECT["optional-dependencies"][extra])]
     lowest = [package.replace(">=", "==") for package in wanted if not package.startswith("torch")]
     session.install("torch==2.13.0", *lowest, ".")
