@@ -82,3 +82,13 @@ def minimums(session: nox.Session) -> None:
     lowest = [package.replace(">=", "==") for package in wanted if not package.startswith("torch")]
     session.install("torch==2.13.0", *lowest, ".")
     session.run("pytest", "-m", "not slow", *session.posargs)
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """Look longer: the nightly profile of every gate, ten seeds for every right kernel, 10,000 steps of a partition."""
+    install(session, ".[models,selectors,bench,stats,report,test]")
+    for reference in REFERENCES:
+        session.run("kvverify", "gate", reference, "--profile", "nightly", *session.posargs)
+    longer = {"KVVERIFY_SEEDS": "10", "KVVERIFY_STATE_STEPS": "10000"}
+    session.run("pytest", "tests/core", "tests/vestige", "tests/geodesia", env=longer)

@@ -1,6 +1,6 @@
 """Gates with other seeds: never a false alarm, never a mutant that gets away.
 
-KV_SOUNDNESS_SEEDS says how many consecutive seeds are tried.
+KVVERIFY_SEEDS says how many consecutive seeds are tried.
 """
 
 import os
@@ -11,7 +11,7 @@ from kvverify.gate import PROFILES, self_check
 from kvverify.operator import Implementation, registry
 from kvverify.search import failing_cases, search
 
-SEEDS = range(1, 1 + int(os.environ.get("KV_SOUNDNESS_SEEDS", "3")))
+SEEDS = range(1, 1 + int(os.environ.get("KVVERIFY_SEEDS", "3")))
 OPERATORS = [operator for name, operator in registry().items() if name.split(".")[0] in ("attention", "relay")]
 RIGHT = [
     (operator, name, function)

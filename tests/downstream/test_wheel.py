@@ -31,7 +31,7 @@ def test_the_wheel_holds_every_module_the_capture_and_the_shipped_tests(wheel):
     assert "kvverify/conformance/test_conformance.py" in names
     assert "kvverify/data/smollm2_sotu.safetensors" in names
     assert not any(name.startswith(("tests/", "bench/", "golden/")) for name in names)
-    assert sum(info.file_size for info in wheel.infolist()) < 3_000_000
+    assert sum(info.file_size for info in wheel.infolist()) < 4_000_000
 
 
 def test_the_wheel_registers_the_command_and_the_plugin(wheel):

@@ -32,11 +32,10 @@ def looks_at_the_next_query(*args: Tensor, **static: Any) -> Trace:
     return honest(*args, level=ahead.level, **static)._replace(mass=ahead.mass)
 
 
-@DECODE.mutant("causal", case=DecodeCase(pages=0.25, prompt=47))
+@DECODE.mutant("causal", case=DecodeCase(pages=0.25, prompt=47, new=8))
 def ranks_pages_by_keys_to_come(*args: Tensor, **static: Any) -> Trace:
-    ahead = (*args[:3], args[3].roll(-1, 2), *args[4:])
-    told = honest(*ahead, **static).pages
-    return honest(*args, pages=told, **static)
+    ahead = honest(*args[:4], args[4].roll(-4, 1), args[5], **static)
+    return honest(*args, pages=ahead.pages, **static)
 
 
 @DECODE.mutant("gqa_once", "current_prefix", case=DecodeCase(group=7, rate=9.0))
