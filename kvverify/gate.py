@@ -53,7 +53,7 @@ class Profile:
 
 
 PROFILES = {
-    "quick": Profile(examples=50, seconds=2),
+    "quick": Profile(examples=40, seconds=2),
     "ci": Profile(examples=200, seconds=20),
     "nightly": Profile(examples=2_000, seconds=300),
     "soak": Profile(examples=20_000, seconds=3_600),

@@ -70,6 +70,7 @@ SESSION = Operator(
         Output("positions", dtype="int64", reduce=0),
     ),
     read_bytes=session_bytes,
+    weight=2,
 )
 
 OPERATORS = (COMPACT, RELOCATE, SESSION)
