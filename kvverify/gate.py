@@ -24,7 +24,7 @@ from kvverify.cases import parse_case, restrict
 from kvverify.diagnosis import nearest_mutant
 from kvverify.harness import one_line
 from kvverify.operator import Claim, Implementation, Operator, registry
-from kvverify.search import attempt, search
+from kvverify.search import attempt, attempt_on, search
 from kvverify.target import UsageError, resolve
 from kvverify.universal import universal_mutants
 from kvverify.verdicts import Failure, Report, SelfCheck, Verdict, versions
@@ -263,13 +263,6 @@ def reproduce(implementation: Implementation | str, operator: str, claim: str, c
         built.build()
     except Exception as error:
         raise UsageError(f"case {case!r} does not build: {type(error).__name__}: {one_line(error)}") from None
-    tried = attempt(
-        chosen,
-        chosen.claims[claim],
-        session.implementation.bindings[operator],
-        built,
-        device=session.implementation.device,
-        in_place=operator in session.implementation.in_place,
-    )
+    tried = attempt_on(session.implementation, chosen, chosen.claims[claim], built)
     if tried.violation is not None:
         raise tried.violation

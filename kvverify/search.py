@@ -29,11 +29,11 @@ from hypothesis import HealthCheck, Phase, Verbosity, configuration, settings
 from hypothesis import strategies as st
 
 from kvverify.cases import Case, cases
-from kvverify.harness import Caller, Violation
+from kvverify.harness import Caller, Violation, one_line
 from kvverify.operator import Claim, Implementation, Operator
 from kvverify.run import Run
 
-__all__ = ["Attempt", "Found", "SuiteError", "accepts", "attempt", "draw", "failing_cases", "search"]
+__all__ = ["Attempt", "Found", "SuiteError", "accepts", "attempt", "attempt_on", "draw", "failing_cases", "search"]
 
 SHRINK_CASES = 300
 SHRINK_SECONDS = 4.0
@@ -78,7 +78,11 @@ def attempt(
     in_place: bool = False,
     repeat_slow: bool = True,
 ) -> Attempt:
-    """Run one claim on one case. Raises SuiteError when anything but the implementation fails."""
+    """Run one claim on one case. Raises SuiteError when anything but the implementation fails.
+
+    An exception that is no Violation is the implementation's doing if the honest peer causes none on the same case: the
+    claim could make nothing of what came back, such as a position that no table has.
+    """
     caller = Caller(operator, function, case, device=device, in_place=in_place, repeat_slow=repeat_slow)
     run = Run(operator, caller)
     try:
@@ -86,11 +90,29 @@ def attempt(
     except Violation as violation:
         return Attempt(violation, run.worst, tuple(run.results))
     except Exception as error:
-        text = f"{operator.name} {claim.name} on {case!r}: {type(error).__name__}: {error}"
-        raise SuiteError(text) from error
+        told = f"{type(error).__name__}: {one_line(error)}"
+        if function is operator.peer or attempt(operator, claim, operator.peer, case).violation is not None:
+            raise SuiteError(f"{operator.name} {claim.name} on {case!r}: {told}") from error
+        unusable = Violation("unusable result", f"the claim can make nothing of what came back: {told}")
+        return Attempt(unusable, run.worst, tuple(run.results))
     if not caller.calls:
         raise SuiteError(f"{operator.name} {claim.name} on {case!r} never called the implementation")
     return Attempt(None, run.worst, tuple(run.results))
+
+
+def attempt_on(
+    implementation: Implementation, operator: Operator, claim: Claim, case: Case, *, repeat_slow: bool = True
+) -> Attempt:
+    """Run one claim on one case with what an implementation binds, where and how it says it runs."""
+    return attempt(
+        operator,
+        claim,
+        implementation.bindings[operator.name],
+        case,
+        device=implementation.device,
+        in_place=operator.name in implementation.in_place,
+        repeat_slow=repeat_slow,
+    )
 
 
 @contextmanager
@@ -161,15 +183,8 @@ def search(
         if repr(case) not in known:
             if known and (time.monotonic() > stop or len(failures) > SHRINK_CASES):
                 return
-            tried = attempt(
-                operator,
-                claim,
-                implementation.bindings[operator.name],
-                case,
-                device=implementation.device,
-                in_place=operator.name in implementation.in_place,
-                repeat_slow=len(known) % REPEAT_EVERY == 0,
-            )
+            repeat_slow = len(known) % REPEAT_EVERY == 0
+            tried = attempt_on(implementation, operator, claim, case, repeat_slow=repeat_slow)
             known[repr(case)] = tried.violation, tried.worst  # not the results: a soak would fill the memory
         violation, _ = known[repr(case)]
         if violation is not None:
@@ -199,14 +214,7 @@ def failing_cases(
     def visit(case: Case) -> None:
         if len(found) >= enough or time.monotonic() > stop or repr(case) in found:
             return
-        tried = attempt(
-            operator,
-            claim,
-            implementation.bindings[operator.name],
-            case,
-            device=implementation.device,
-            in_place=operator.name in implementation.in_place,
-        )
+        tried = attempt_on(implementation, operator, claim, case)
         if tried.violation is not None:
             found[repr(case)] = (case, tried)
 

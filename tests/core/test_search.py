@@ -5,6 +5,7 @@ import sys
 
 import hypothesis
 import pytest
+import torch
 from core_cases import ToyCase, double, implementation, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,3 +182,20 @@ def test_failing_cases_are_different_and_all_fail():
     found = failing_cases(OPERATOR, CLAIM, declared, seed=0, enough=12, seconds=20)
     assert len({repr(case) for case, _ in found}) == len(found) == 12
     assert all(case.level >= 2 and tried.violation for case, tried in found)
+
+
+def test_a_result_that_a_claim_can_make_nothing_of_is_the_implementations_doing():
+    operator = toy(bare=True)
+
+    @operator.claim(evidence="exact", source="none")
+    def looked_up(run, case):
+        """Twice an entry is a place in a table of ten."""
+        table = torch.arange(10)
+        x = torch.ones(case.rows, 4)
+        run.equal(lambda op: table[op(x, level=0, flag=False).long()], table[torch.full((case.rows, 4), 2)], "entry")
+
+    tried = attempt(operator, operator.claims["looked_up"], lambda x, *, level, flag: 99 * x, ToyCase())
+    assert tried.violation is not None
+    assert tried.violation.kind == "unusable result"
+    assert "IndexError" in str(tried.violation)
+    assert attempt(operator, operator.claims["looked_up"], lambda x, *, level, flag: x + x, ToyCase()).violation is None
