@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-A claim is one program, run on three machines. `impl` is the implementation,
-called under adversity; `peer` is the honest kernel; `oracle` is the float64 truth, which sees the same stored inputs
-and runs after the implementation has returned, on its own clones. `close` judges what the program gives on the first
+A claim is one program, run on three machines. `impl` is the implementation, called under adversity; `peer` is the
+honest kernel; `oracle` is the float64 truth, which sees the same stored inputs and runs after the implementation has
+returned, on its own clones. `close` judges what the program gives on the first
 by what it gives on the other two; `equal` judges without allowance what is moved or counted; `valid` asks whether the
 result is one of several right answers, such as a set under any tie-break. Claims raise nothing themselves, and never
 compare with a bare tolerance.

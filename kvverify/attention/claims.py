@@ -94,7 +94,7 @@ def repeats_count(run: Run, case: DecodeCase) -> None:
     run.close(twice.call, truth=raised, condition=decode_condition(twice))
 
 
-@DECODE.claim(evidence="budget", source="spine: a canary in every block of the list")
+@DECODE.claim(evidence="budget", source="convention: a canary at every block border of a long list")
 def canaries(run: Run, case: DecodeCase) -> None:
     """A row that outweighs all others shows wherever it stands in a list of 2,049: at the ends, at block borders."""
     places = (0, 1, 63, 64, 65, 127, 128, 2047, 2048)

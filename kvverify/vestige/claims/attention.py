@@ -272,7 +272,7 @@ def leakage_output(run: Run, case: AttendCase) -> None:
     run.valid(error, fault)
 
 
-@ATTEND.claim(evidence="budget", source="spine: a canary in every block of the list")
+@ATTEND.claim(evidence="budget", source="convention: a canary at every block border of a long list")
 def canaries(run: Run, case: AttendCase) -> None:
     """A row that outweighs all others shows wherever it stands in a list of 2,049: at the ends, at block borders."""
     places = (0, 1, 63, 64, 65, 127, 128, 2047, 2048)
