@@ -153,7 +153,7 @@ def judge(
     arithmetic = (
         f"{name} error {float(mine.flatten()[at]):.3e}, allowed {allowed_there:.3e}"
         f" = {PEER_FACTOR} x peer {peer_there:.3e}"
-        f" + {BAND} x ({roundings:g} rounding x u {roundoff:.3e} x max|truth| {size_there:.3e}"
+        f" + {BAND} x (roundings {roundings:g} x u {roundoff:.3e} x max|truth| {size_there:.3e}"
         f" + 2^-23 x condition {condition_there:.3e})"
     )
     return Judgement(

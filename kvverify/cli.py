@@ -36,7 +36,7 @@ from kvverify.report import (
 from kvverify.rules import table
 from kvverify.search import SuiteError
 from kvverify.target import UsageError
-from kvverify.verdicts import Verdict
+from kvverify.verdicts import Verdict, versions
 
 __all__ = ["app", "main"]
 
@@ -45,11 +45,23 @@ CLICK_INTERRUPTED = 130
 
 app = typer.Typer(
     help="The executable specification of KV-cache policies, and a gate for the kernels that implement them.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console(highlight=False, soft_wrap=True, emoji=False)
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the versions")] = False
+) -> None:
+    """The executable specification of KV-cache policies, and a gate for the kernels that implement them."""
+    if version:
+        console.print(" ".join(f"{tool} {found}" for tool, found in versions().items()))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        console.print(context.get_help())
+        raise typer.Exit(USAGE)
 
 
 @app.command("list")
@@ -149,9 +161,10 @@ def repro(
     operator: Annotated[str, typer.Argument(help="for example relay.relocate")],
     claim: Annotated[str, typer.Argument(help="for example composition")],
     case: Annotated[str, typer.Argument(help="the case as a report prints it")],
+    device: Annotated[str | None, typer.Option(help="overrides the implementation's device")] = None,
 ) -> None:
     """Run one claim on one case: exit 1 and say why if it does not hold."""
-    reproduce(implementation, operator, claim, case)
+    reproduce(implementation, operator, claim, case, device=device)
     console.print(f"{operator} {claim} holds on {escape(case)}")
 
 
@@ -212,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _complain("interrupted", INTERRUPTED)
     except SuiteError as error:
         code = _complain(f"the suite itself failed: {error}", INTERNAL)
+    except ImportError as error:  # an extra that is not installed: the message names it
+        code = _complain(str(error), USAGE)
     except Exception as error:
         if hasattr(error, "format_message"):
             code = _complain(error.format_message(), USAGE)

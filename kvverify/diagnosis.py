@@ -18,7 +18,7 @@ import torch
 from kvverify.operator import Claim, Implementation, Operator
 from kvverify.search import Attempt, attempt, failing_cases
 
-__all__ = ["nearest_mutant"]
+__all__ = ["ENOUGH", "nearest_mutant"]
 
 ENOUGH = 12
 NEAR = 0.1

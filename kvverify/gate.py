@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -62,13 +63,17 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Session:
-    """What a run tests: an implementation, the operators it binds, how long to look and with which seed."""
+    """What a run tests: an implementation, the operators it binds, how long to look, with which seed, on which device.
+
+    device: only where it was asked for instead of the implementation's own.
+    """
 
     implementation: Implementation
     target: str
     operators: tuple[Operator, ...]
     profile: str = "quick"
     seed: int = 0
+    device: str | None = None
 
     def claims(self) -> list[tuple[Operator, Claim]]:
         """Every claim to be tested, in report order."""
@@ -119,11 +124,27 @@ def open_session(
                 f"supports of {chosen.name!r} names {name!r}, a field of no case: expected some of {sorted(fields)}"
             )
     for operator in bound:
+        _check_signature(chosen, operator)
         try:
             restrict(operator.case, chosen.allowed)
         except ValueError as error:
             raise UsageError(f"implementation {chosen.name!r}: {error}") from None
-    return Session(chosen, target, tuple(bound), profile, seed)
+    return Session(chosen, target, tuple(bound), profile, seed, device)
+
+
+def _check_signature(implementation: Implementation, operator: Operator) -> None:
+    """Refuse a callable that cannot be called as the operator is, before every claim says so."""
+    inputs = operator.case().build()
+    try:
+        signature = inspect.signature(implementation.bindings[operator.name])
+    except (TypeError, ValueError):
+        return  # a built-in or a compiled function tells no signature
+    try:
+        signature.bind(*inputs.tensors.values(), **inputs.static)
+    except TypeError as error:
+        raise UsageError(
+            f"operator {operator.name!r} of {implementation.name!r} cannot be called as {operator.signature}: {error}"
+        ) from None
 
 
 def _check_device(device: str, *, require_gpu: bool) -> None:
@@ -190,6 +211,9 @@ def check_claim(session: Session, operator: Operator, claim: Claim) -> Verdict:
     if found.violation is not None:
         target = session.target or "MODULE:ATTRIBUTE"
         where = (target, operator.name, claim.name, repr(found.case))
+        in_python, in_shell = (
+            (f", device={session.device!r}", f" --device {session.device}") if session.device else ("", "")
+        )
         nearest, compared = nearest_mutant(operator, claim, chosen, seed=seed)
         failure = Failure(
             kind=found.violation.kind,
@@ -198,8 +222,8 @@ def check_claim(session: Session, operator: Operator, claim: Claim) -> Verdict:
             expected=found.violation.expected,
             actual=found.violation.actual,
             budget=found.violation.budget,
-            python=f"import kvverify; kvverify.reproduce{where}",
-            command=f'kvverify repro {target} {operator.name} {claim.name} "{found.case!r}"',
+            python=f"import kvverify; kvverify.reproduce({', '.join(map(repr, where))}{in_python})",
+            command=f'kvverify repro {target} {operator.name} {claim.name} "{found.case!r}"{in_shell}',
             nearest=nearest,
             compared=compared,
         )
@@ -215,6 +239,7 @@ def check_claim(session: Session, operator: Operator, claim: Claim) -> Verdict:
         seconds=time.monotonic() - started,
         worst=found.worst,
         failure=failure,
+        out_of_time=found.out_of_time,
     )
 
 
@@ -243,12 +268,14 @@ def check(
     return session.report(proven, verdicts, time.monotonic() - started)
 
 
-def reproduce(implementation: Implementation | str, operator: str, claim: str, case: str) -> None:
+def reproduce(
+    implementation: Implementation | str, operator: str, claim: str, case: str, *, device: str | None = None
+) -> None:
     """Run one claim on one case, given as the line a report prints; return if it holds, else raise its Violation.
 
     Raises UsageError when the operator, the claim or the case does not exist, or the implementation does not bind it.
     """
-    session = open_session(implementation)
+    session = open_session(implementation, device=device)
     bound = {known.name: known for known in session.operators}
     if operator not in bound:
         raise UsageError(f"operator {operator!r} is not bound by {session.implementation.name!r}: {sorted(bound)} are")

@@ -157,8 +157,9 @@ def _accepts(
 def table(plain: int = 8, drawn: int = 40, seed: int = 0) -> list[str]:
     """The survey of all known-bad kernels of `attention.decode` as lines, for `kvverify mutants --rules`."""
     registry()
-    lines = [f"{'cases':<12} {'rule':<15} {'known-bad rejected':>19} {'equivalent rejected':>20}  lets through"]
-    for kind, tested in (("N(0,1)", plain_cases(plain, seed)), ("this suite's", drawn_cases(drawn, seed))):
+    lines = [f"attention.decode: {len(DECODE.mutants)} known-bad and {len(DECODE.controls)} equivalent kernels"]
+    lines += [f"{'cases':<12} {'rule':<15} {'known-bad rejected':>19} {'equivalent rejected':>20}  lets through"]
+    for kind, tested in (("N(0,1)", plain_cases(plain, seed)), ("ours", drawn_cases(drawn, seed))):
         bad, good = survey(DECODE.mutants.values(), tested), survey(DECODE.controls.values(), tested)
         for name in bad.rejected:
             escaped = [mutant for mutant in DECODE.mutants if mutant not in bad.rejected[name]]

@@ -55,12 +55,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: cases run, the largest share of a budget used, and the smallest failing case, if any."""
+    """What a search found: cases run, the largest share of a budget used, the smallest failure, and if time ran out."""
 
     examples: int
     worst: float
     case: Case | None = None
     violation: Violation | None = None
+    out_of_time: bool = False
 
 
 def accepts(case: Case, allowed: Mapping[str, Collection[Any]]) -> bool:
@@ -176,12 +177,13 @@ def search(
     allowed = implementation.allowed
     known: dict[str, tuple[Violation | None, float]] = {}
     failures: list[tuple[Case, Violation]] = []
-    stop = time.monotonic() + seconds
+    stop, out_of_time = time.monotonic() + seconds, False
 
     def visit(case: Case) -> None:
-        nonlocal stop
+        nonlocal stop, out_of_time
         if repr(case) not in known:
             if known and (time.monotonic() > stop or len(failures) > SHRINK_CASES):
+                out_of_time = not failures
                 return
             repeat_slow = len(known) % REPEAT_EVERY == 0
             tried = attempt_on(implementation, operator, claim, case, repeat_slow=repeat_slow)
@@ -201,7 +203,8 @@ def search(
         draw(cases(operator.case, allowed), visit, seed=claim_seed(seed, operator, claim), examples=examples)
     except (Violation, hypothesis.errors.Flaky) as error:
         smallest = next((failure for failure in failures if failure[1] is error), failures[-1])
-    return Found(len(known), max((worst for _, worst in known.values()), default=0.0), *smallest)
+    worst = max((worst for _, worst in known.values()), default=0.0)
+    return Found(len(known), worst, *smallest, out_of_time=out_of_time)
 
 
 def failing_cases(

@@ -39,7 +39,8 @@ class Failure:
 class Verdict:
     """One claim on one operator of one implementation.
 
-    examples: how many cases ran. worst: the largest share of a budget used (0 where claims are exact).
+    examples: how many cases ran. out_of_time: whether these are fewer than the profile asks for. worst: the largest
+    share of a budget used (0 where claims are exact).
     """
 
     operator: str
@@ -53,6 +54,7 @@ class Verdict:
     seconds: float
     worst: float
     failure: Failure | None = None
+    out_of_time: bool = False
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Verdict:

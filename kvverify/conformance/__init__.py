@@ -34,7 +34,7 @@ class Check:
         __tracebackhide__ = True
         found = self.verdict()
         if not found.ok:
-            raise AssertionError("\n" + failure_block(found))
+            raise AssertionError(failure_block(found))
 
     def __str__(self) -> str:
         return f"{self.operator.name}-{self.claim.name}"

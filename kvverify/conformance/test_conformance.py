@@ -28,4 +28,4 @@ def test_claim(kv_check: Check, record_property: Any) -> None:
     found = kv_check.verdict()
     record_property("kv_verdict", dataclasses.asdict(found))
     if not found.ok:
-        raise AssertionError("\n" + failure_block(found))
+        raise AssertionError(failure_block(found))

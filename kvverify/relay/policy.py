@@ -82,8 +82,9 @@ def relocate(
 
     keys: [rows, dim] in fp16, bf16, fp32 or fp64.
     cos_source, sin_source, cos_target, sin_target: [rows, pairs] in fp32 or fp64, amplitude included.
+    layout: which dims are pair i: "half" (i, i + pairs), "interleaved" (2i, 2i + 1).
     rotary_dims: 2 * pairs, the leading dims that rotate; the others return bit for bit.
-    chunk: rows in work at a time. It bounds the temporaries (about ten of [chunk, pairs]) and changes no bit.
+    chunk: of this reference only: rows in work at a time. It bounds the temporaries and changes no bit.
 
     Returns [rows, dim] in the dtype of `keys`. TypeError for another dtype; ValueError where shape, layout, rotary_dims
     or device do not fit, a factor is not finite, or a source amplitude is zero. Source: RoPERelay, phase relocation.
@@ -98,6 +99,7 @@ def relocate(
         expect(tuple(factor.shape) == (rows, pairs), name, f"shape {tuple(factor.shape)}", f"{(rows, pairs)}")
         check_device(name, factor, keys)
     check_layout(layout)
+    check_integer("rotary_dims", rotary_dims, least=0)
     expect(rotary_dims == 2 * pairs, "rotary_dims", rotary_dims, f"2 * pairs = {2 * pairs}")
     expect(rotary_dims <= dim, "rotary_dims", rotary_dims, f"at most dim = {dim}")
     check_integer("chunk", chunk, least=1)
@@ -188,6 +190,9 @@ def relocate_positions(
     """
     check_tensor("keys", keys, "rows, dim", STORAGE_DTYPES)
     check_integer("chunk", chunk, least=1)
+    check_instance("table", table, RotaryTable)
+    if written_with is not None:
+        check_instance("written_with", written_with, RotaryTable, str)
     writing = _writing_table(table, written_with)
     for name, positions, known in (("source", source, writing), ("target", target, table)):
         check_tensor(name, positions, "rows", POSITION_DTYPES)
@@ -272,6 +277,12 @@ def check_tensor(argument: str, value: object, dims: str, dtypes: tuple[torch.dt
 def check_device(argument: str, value: Tensor, like: Tensor) -> None:
     """Refuse a tensor that lies elsewhere."""
     expect(value.device == like.device, argument, f"device {value.device}", f"{like.device}, as the other arguments")
+
+
+def check_instance(argument: str, value: object, *kinds: type) -> None:
+    """Refuse anything but an instance of one of these types."""
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    expect(isinstance(value, kinds), argument, type(value).__name__, wanted, TypeError)
 
 
 def check_integer(argument: str, value: object, *, least: int) -> None:

@@ -37,6 +37,7 @@ from kvverify.relay.policy import (
     Layout,
     RotaryTable,
     check_device,
+    check_instance,
     check_integer,
     check_tensor,
     expect,
@@ -102,6 +103,7 @@ class RelaySession:
         """Move the historical keys to a plan of the retained states, `relay` unless another is given."""
         state = self._after("relocate")
         plan = relay(self.retained) if plan is None else plan
+        check_instance("plan", plan, Plan)
         valid = self.retained.valid
         same = plan.positions.shape == valid.shape and torch.equal(plan.positions >= 0, valid)
         expect(same, "plan", "other slots than source has", "a position for each retained state and no other")
@@ -176,6 +178,9 @@ def begin(
         check_device(name, tensor, retained.source)
     layers = slots[0]
     expect(layers > 0, "keys", "no layers", "at least 1")
+    for table in tables if isinstance(tables, Sequence) else (tables,):
+        check_instance("tables", tables, Sequence)
+        check_instance("tables", table, RotaryTable)
     expect(len(tables) == layers, "tables", f"{len(tables)} of them", f"{layers}, one for each layer")
     recorded = (None,) * layers if written_with is None else tuple(written_with)
     expect(len(recorded) == layers, "written_with", f"{len(recorded)} of them", f"{layers}, one for each layer")

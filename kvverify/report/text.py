@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from kvverify.diagnosis import ENOUGH
 from kvverify.gate import Session
 from kvverify.matrix import Row
 from kvverify.verdicts import Report, SelfCheck, Verdict, versions
@@ -46,6 +47,8 @@ def ladder_line(verdict: Verdict) -> str:
         mark, used = "✔", "exact" if verdict.evidence == "exact" else f"{verdict.worst:4.0%} of budget"
         if verdict.evidence == "budget" and verdict.worst == 0:  # judged by a rule, which says only yes or no
             used = "within its bound"
+    if verdict.out_of_time:
+        used += ", out of time"
     line = f"  {mark} {verdict.claim:<22} {verdict.examples:>5} cases  {used:<16} "
     return line + textwrap.shorten(verdict.statement, WIDTH - len(line), placeholder=" …")
 
@@ -84,14 +87,14 @@ def failure_block(verdict: Verdict) -> str:
 
 
 def failure_blocks(report: Report) -> list[str]:
-    """A block per failure, but one only for all claims of an operator that fail as the same known-bad kernel does."""
+    """A block per failure, but one only for claims of an operator that fail as one known-bad kernel, or alike."""
     blocks: list[str] = []
     told: dict[tuple[str, str], int] = {}
     for verdict in report.verdicts:
         if verdict.failure is None:
             continue
-        cause = (verdict.operator, verdict.failure.nearest or "")
-        if cause[1] and cause in told:
+        cause = (verdict.operator, verdict.failure.nearest or f"{verdict.failure.kind}: {verdict.failure.message}")
+        if cause in told:
             blocks[told[cause]] += f"\n    {'also':<8} {verdict.claim}: {verdict.failure.case}"
             continue
         told[cause] = len(blocks)
@@ -103,6 +106,8 @@ def _nearest(verdict: Verdict) -> str:
     failure = verdict.failure
     if failure is None or not failure.compared:
         return ""
+    if failure.compared < ENOUGH:
+        return f"only {failure.compared} drawn cases fail: too few to compare with the known-bad kernels"
     if failure.nearest is None:
         return f"none of the known-bad kernels behaves like yours ({failure.compared} failing cases compared)"
     return f"your output equals mutant {failure.nearest} on {failure.compared} of {failure.compared} failing cases"

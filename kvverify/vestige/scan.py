@@ -57,6 +57,11 @@ def scan(
 ) -> Tensor:
     """Positions in the archive of the rows that ANY head asks for, score_h(u) > threshold_h: int64 [fired], ascending.
 
+        score_h(u) = lambda (q_r . r_u + (V q_c) . (V c_u) + z ||(I - V^T V) q_c|| eta_u / sqrt(content - rank))
+
+    with q = [q_c ; q_r] a head's query, r_u the row's side, V c_u its sketch and eta_u its residual. The last term, the
+    certificate, is 0 where rank = content: the sketch is then the whole row.
+
     query[heads, content + branch] is absorbed; side[rows, branch] is the exact branch of the archived rows;
     sketch[rows, rank] and residual[rows] come from `index` with basis V[rank, content]. threshold[heads] is the best
     true score of a head over the rows that it attends: +inf is a closed gate, -inf fires every row, and equality does

@@ -136,7 +136,7 @@ def test_unit_size_ignores_infinities():
 def test_the_message_holds_the_whole_sum():
     found = judged([[2.0]], [[1.0]], [[1.0]], condition=8.0)
     assert (found.actual, found.truth) == (2.0, 1.0)
-    for part in ("max error 1.000e+00", "3 x peer", "2 x (1 rounding", "max|truth| 1.000e+00", "condition 8.000e+00"):
+    for part in ("max error 1.000e+00", "3 x peer", "2 x (roundings 1", "max|truth| 1.000e+00", "condition 8.000e+00"):
         assert part in found.arithmetic
 
 

@@ -27,6 +27,7 @@ def wrong_shape(valid): return compact(valid)[0][:-1], compact(valid)[1]
 def view(valid): return valid.view(torch.uint8).view(valid.shape), 0
 def wrong_dtype(valid): return compact(valid)[0].int(), compact(valid)[1]
 def leaves(valid): raise SystemExit(0)
+def two_arguments(valid, more): return compact(valid)
 
 def only(kernel, **declared): return Implementation(kernel.__name__, {"relay.compact": kernel}, **declared)
 
@@ -36,6 +37,7 @@ raising, none, shape, aliased, dtype, leaving = map(only, (raises, nothing, wron
 unknown = Implementation("unknown", {"relay.compat": compact})
 unsupported = only(compact, supports={"slots": {7}})
 misspelt = only(compact, supports={"slot": {5}})
+misfit = only(two_arguments)
 number = 3
 """
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +12,10 @@ from kernel_packages import ADAPTER, KVVERIFY, run
 
 from kvverify.cli import main
 from kvverify.operator import registry
+from kvverify.report import ladder_line
+from kvverify.verdicts import Verdict
+
+FACTS = Path(__file__).parents[1] / "published" / "facts" / "geodesia_paired.json"
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +237,39 @@ def test_mutants_shows_the_matrix_and_exits_0(kvverify):
         for name in (*operator.mutants, *operator.controls):
             assert name in out
     assert f"{sum(len(operator.controls) for operator in chosen)} equivalent kernels (=) passed" in out
+
+
+def test_a_kernel_with_another_signature_is_refused_once_and_told_the_right_one(kvverify):
+    code, out, err = kvverify("gate", "user_kernels:misfit")
+    assert (code, out) == (4, "")
+    assert err.count("\n") == 1
+    for part in ("relay.compact", "cannot be called as compact(valid[layers,heads,slots])", "'more'"):
+        assert part in err
+
+
+def test_version_tells_what_a_report_would(kvverify):
+    code, out, err = kvverify("--version")
+    assert (code, err) == (0, "")
+    assert out.startswith("kvverify ")
+    assert "torch" in out
+
+
+def test_a_missing_extra_is_a_usage_error_that_names_it(kvverify, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    code, _, err = kvverify("stats", str(FACTS))
+    assert code == 4
+    assert "kvverify[stats]" in err
+    assert err.count("\n") == 1
+
+
+def test_a_device_asked_for_stands_in_the_lines_that_reproduce(kvverify):
+    code, out, _ = kvverify("gate", "user_kernels:shape", "--device", "cpu")
+    assert code == 1
+    assert "--device cpu\n" in out
+    assert "device='cpu')" in out
+
+
+def test_a_claim_that_ran_out_of_time_says_so():
+    verdict = Verdict("op", "claim", "Holds.", "", "holds", "exact", True, 1, 2.0, 0.0, out_of_time=True)
+    assert "1 cases  exact, out of time" in ladder_line(verdict)

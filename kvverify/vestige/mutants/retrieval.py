@@ -146,6 +146,11 @@ def certificate_with_the_root_twice(*args: Tensor, scale: float, inflation: floa
     return rescanned(args, scale, inflation / root(args))
 
 
+@SCAN.mutant("deployed_clamp_misses")
+def clamps_the_inflation_at_eight(*args: Tensor, scale: float, inflation: float) -> Tensor:
+    return scan(*args, scale=scale, inflation=min(inflation, 8.0))
+
+
 @SCAN.mutant("fires")
 def certificate_without_the_query(*args: Tensor, scale: float, inflation: float) -> Tensor:
     spread = scale * inflation / root(args) * args[3]
