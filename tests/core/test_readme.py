@@ -87,3 +87,9 @@ def test_the_ladder_in_the_readme_names_real_claims() -> None:
     assert shown, "the README shows no rung of the ladder"
     known = {claim for operator in registry().values() for claim in operator.claims}
     assert set(shown) <= known, f"the README shows {sorted(set(shown) - known)}, which are no claims"
+
+
+def test_the_weights_of_heavy_operators_are_told() -> None:
+    for name, operator in registry().items():
+        if operator.weight > 1:
+            assert f"{operator.weight} for `{name}`" in README, f"the README does not tell the weight of {name}"

