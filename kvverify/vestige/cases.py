@@ -67,7 +67,7 @@ class SalienceCase(Case):
     def tone(self, frequency: int) -> Tensor:
         """A cosine in one bin of the transform, with a phase of its own per column, float64[rows, columns]."""
         phase = torch.rand(self.columns, generator=generator(self.seed, stream=1), dtype=torch.float64)
-        turns = torch.arange(self.rows)[:, None] * (frequency / self.span) + phase
+        turns = torch.arange(self.rows, dtype=torch.float64)[:, None] * (frequency / self.span) + phase
         return torch.cos(2 * math.pi * turns)
 
     def build(self) -> Inputs:
@@ -124,7 +124,7 @@ class SelectCase(Case):
             case "zero":
                 salience = torch.zeros_like(order)
             case "last block":
-                salience = order / 2 + (torch.arange(self.rows) >= self.rows - self.rows // 4) * 200
+                salience = order.double() / 2 + (torch.arange(self.rows) >= self.rows - self.rows // 4) * 200
             case "near":
                 salience = 1 + order * 2.0**-20
             case "infinite":
