@@ -53,7 +53,7 @@ def test_universal_mutants_are_rejected_and_controls_pass_on_witnesses(operator)
     for mutant in universal_mutants(operator):
         claims = operator.claims.values()
         assert any(attempt(operator, claim, mutant.function, mutant.case).violation for claim in claims), mutant.name
-    # A heavy operator shows its controls every `weight`-th witness here, and all of them in `nox -s mutants`.
+    # Of a heavy operator every `weight`-th witness: all those of `geodesia.decode` take its controls two minutes.
     witnesses = {repr(mutant.case): mutant.case for mutant in list(operator.mutants.values())[:: operator.weight]}
     for control in operator.controls.values():
         for case in witnesses.values():
