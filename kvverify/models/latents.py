@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvverify.models import require
+from kvverify.models.attention_layers import up_projections
 
 __all__ = ["Attend", "Latents", "Prefix", "absorbed", "latents", "read", "step"]
 
@@ -103,7 +104,7 @@ def absorbed(model: Any, layer: int, hidden: Tensor, positions: Tensor) -> tuple
     query = attention.q_proj(hidden).unflatten(1, (attention.num_heads, nope + branch))
     content, side = attention.kv_a_proj_with_mqa(hidden).split([attention.kv_lora_rank, branch], dim=1)
     turned, side = _rotate(model, query[..., nope:], side, positions)
-    up_key, _ = _up_projections(attention)
+    up_key, _ = up_projections(attention)
     query = torch.cat([torch.einsum("nhd,hdc->nhc", query[..., :nope], up_key), turned], dim=2)
     return query, torch.cat([attention.kv_a_layernorm(content), side], dim=1)
 
@@ -115,19 +116,12 @@ def step(model: Any, token: int, position: int, attend: Attend) -> Tensor:
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         query, row = absorbed(model, number, layer.input_layernorm(state), torch.tensor([position]))
-        _, up_value = _up_projections(attention)
+        _, up_value = up_projections(attention)
         mixed = torch.einsum("hc,hdc->hd", attend(number, query[0], row[0]), up_value)
         state = state + attention.o_proj(mixed.reshape(1, -1))
         state = state + layer.mlp(layer.post_attention_layernorm(state))
     logits: Tensor = model.lm_head(model.model.norm(state))[0]
     return logits
-
-
-def _up_projections(attention: Any) -> tuple[Tensor, Tensor]:
-    """W_UK[heads, nope, content] and W_UV[heads, value, content]."""
-    nope, value = attention.qk_nope_head_dim, attention.v_head_dim
-    weight = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, nope + value))
-    return weight[:, :nope], weight[:, nope:]
 
 
 def _rotate(model: Any, query: Tensor, side: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

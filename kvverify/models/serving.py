@@ -1,12 +1,18 @@
 """A transformers model that reads a prompt with dense attention and then decodes on caches of ours, several at once.
 
 The model is asked for nothing but its projections: an attention function registered with transformers receives each
-layer's queries, keys and values after rotation, and hands them to one `LayerCache` per policy and layer. Row r of the
-batch is policy r; all rows read the same tokens, so their scores are paired, and the weights of the model are read once
-for all of them.
+layer's queries, keys and values after rotation, and hands them to one `LayerCache` per row and attention layer. Row r
+of the batch is one sequence under one policy; the weights of the model are read once for all rows, and rows that read
+the same tokens have paired scores. Layers and heads may hold different numbers of states: no mask of the model's is
+used, every cache knows what it holds.
 
-    prefill    tokens 0 .. n-1: causal attention in the model's dtype; each cache takes the keys, values, last queries
-    decode     each further token: its key and value are appended by the cache, then its query is served
+    prefill    tokens 0 .. n-1, in one forward or in chunks: exact causal attention in the model's dtype; then each
+               cache takes the keys, values and last queries of the prompt
+    call       further tokens: their keys and values are appended by the cache, then their queries are served
+    generate   the most likely tokens, one by one
+
+Positions are always given to the model, never left to it: after an eviction it would count rows. Attention layers are
+numbered in the model's order, and linear-attention layers not counted: they keep their state in `Served.states`.
 
 Teacher forcing: with a prefix of n tokens, token n is the first input and token n + 1 the first target (`score`), so
 m tokens after the prefix make m - 1 calls at Q = 1 and as many targets.
@@ -16,35 +22,23 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvverify.models import require
+from kvverify.models.attention_layers import absorb, attention_layers, is_latent, value_of
+from kvverify.models.exact import Exact
+from kvverify.models.layer_caches import Consecutive, LayerCache, Row, serve_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
-__all__ = ["LayerCache", "Scores", "Served", "score", "serving"]
+__all__ = ["LayerCache", "Scores", "Served", "attending", "score", "serving"]
 
 _NAME = "kvverify"
-
-
-class LayerCache(Protocol):
-    """What one layer's cache does under one policy; the group is the query heads that share a KV head."""
-
-    def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Take in the prompt and its last queries.
-
-        Shapes: queries[kv, group, observed, dim], keys[kv, tokens, dim], values[kv, tokens, dim].
-        """
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append one token and serve its query.
-
-        Shapes: query[kv, group, dim], key[kv, dim], value[kv, dim] -> [kv, group, dim].
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,81 +51,188 @@ class Scores:
 
 
 class Served:
-    """One prompt under several policies, `caches[row][layer]`. Made by `serving`."""
+    """Sequences under several policies. Made by `serving`, or with the prompt behind them by `conversation`.
 
-    def __init__(self, model: Any, caches: Sequence[Sequence[LayerCache]], observed: int) -> None:
+    `states` is the transformers cache that passes keys and values through, and holds what linear-attention layers keep.
+    """
+
+    def __init__(self, model: Any, rows: Sequence[Row], *, observed: int, begun: bool, states: Any) -> None:
+        self.rows = rows
+        self.states = states
         self._model = model
-        self._caches = caches
+        self._layers = attention_layers(model)
+        self._number = {layer.index: number for number, layer in enumerate(self._layers)}
         self._observed = observed
-        self._length = 0
+        self._begun = begun
+        self._prompt: list[_Prompt] | None = None
+        self._next: Tensor | None = None  # the most likely next token of each row
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor) -> Tensor:
-        """Read the prompt; return the logits [1, 1, vocab] after its last token.
+    def prefill(self, tokens: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Read the prompt, `chunk` tokens a forward (None: all at once); return the logits [1, 1, vocab] after it.
 
+        Chunks change the order of floating-point sums and nothing else: policies see the whole prompt, at its end.
         Shapes: tokens[n].
         """
-        if self._length:
-            raise ValueError(f"{self._length} tokens were already read, expected the prompt to come first")
-        return self._forward(tokens[None])
+        if self._begun:
+            raise ValueError("a prompt was already read, expected it to come first")
+        _check_tokens(tokens, shape="[n]", right=tokens.ndim == 1)
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}, expected at least one token a forward")
+        for row in self.rows:
+            row.open(len(tokens), generated=False)
+        self._prompt = [_Prompt(Exact(scale=layer.scale, window=layer.window)) for layer in self._layers]
+        start = 0
+        for part in tokens.split(chunk or len(tokens)):
+            logits = self._forward(part[None], torch.arange(start, start + len(part))[None], last_only=True)
+            start += len(part)
+        for number, prompt in enumerate(self._prompt):
+            for row in self.rows:
+                row.layers[number].prefill(prompt.last_queries, *prompt.exact.rows)
+        for row in self.rows:
+            row.close()
+        self._prompt, self._begun = None, True
+        _repeat(self.states, len(self.rows))
+        self._next = logits[:, -1].argmax(-1).expand(len(self.rows))
+        return logits
 
-    @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Serve the next tokens in every row; return the logits [rows, n, vocab] after each.
 
-        Shapes: tokens[n].
+        Shapes: tokens[n], the same for all rows, or tokens[rows, n].
         """
-        if not self._length:
-            raise ValueError("no prompt was read, expected prefill() before the first token")
-        return self._forward(tokens.expand(len(self._caches), -1))
+        return self._serve(tokens, generated=False)
 
-    def _forward(self, tokens: Tensor) -> Tensor:
-        position = torch.arange(self._length, self._length + tokens.shape[1])[None]
-        keep = 1 if not self._length else 0  # of 0 transformers makes "all"
-        logits: Tensor = self._model(
-            input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=keep, served=self
-        ).logits
-        self._length += tokens.shape[1]
+    ask = __call__
+
+    def generate(self, limit: int, *, stop: Collection[int] = ()) -> list[list[int]]:
+        """Continue every row greedily until a token of `stop`, which ends its answer, or `limit` tokens.
+
+        A row that has stopped is fed on, unheard, until all have. The last token of an answer has been said and not
+        read: begin the next tokens with it where it should be remembered.
+        """
+        if self._next is None:
+            raise ValueError("nothing was read, expected a prompt or a question before the first generated token")
+        if limit < 1:
+            raise ValueError(f"limit is {limit}, expected at least one token")
+        answers: list[list[int]] = [[] for _ in self.rows]
+        going = [True] * len(self.rows)
+        for turn in range(limit):
+            if turn:
+                self._serve(self._next[:, None], generated=True)
+            for row, token in enumerate(self._next.tolist()):
+                if going[row]:
+                    answers[row].append(token)
+                    going[row] = token not in stop
+            if not any(going):
+                break
+        return answers
+
+    @torch.inference_mode()
+    def _serve(self, tokens: Tensor, *, generated: bool) -> Tensor:
+        if not self._begun:
+            raise ValueError("no prompt was read, expected prefill() before the first token")
+        tokens = tokens.expand(len(self.rows), -1) if tokens.ndim == 1 else tokens
+        _check_tokens(tokens, shape=f"[n] or [{len(self.rows)}, n]", right=len(tokens) == len(self.rows))
+        places = [list(row.open(tokens.shape[1], generated=generated)) for row in self.rows]
+        logits = self._forward(tokens, torch.tensor(places), last_only=False)
+        for row in self.rows:
+            row.close()
+        self._next = logits[:, -1].argmax(-1)
         return logits
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, *, last_only: bool) -> Tensor:
+        logits: Tensor = self._model(
+            input_ids=tokens,
+            position_ids=positions,
+            cache=self.states,
+            use_cache=True,
+            logits_to_keep=int(last_only),  # of 0 transformers makes "all"
+            served=self,
+        ).logits
+        return logits
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer, as transformers asks for it.
 
-        Shapes: query[rows, heads, n, dim], key[rows, kv, n, dim], value[rows, kv, n, dim] -> [rows, n, heads, dim].
+        Shapes: query[rows, heads, n, dim], key[rows, kv, n, dim], value[rows, kv, n, value_dim]
+        -> [rows, n, heads, value_dim].
         """
+        number, latent = self._number[module.layer_idx], is_latent(module)
+        if latent:
+            query, key, value = absorb(module, query, *self.states.passed)
         grouped = query.unflatten(1, (key.shape[1], -1))
-        if not self._length:
-            for row in self._caches:
-                row[layer].prefill(grouped[0, :, :, -self._observed :], key[0], value[0])
-            dense = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        if self._prompt is not None:
+            out = self._prompt[number].read(grouped[0], key[0], value[0], observed=self._observed)[None]
+        else:
+            each = zip(self.rows, grouped, key, value, strict=True)
+            out = torch.stack([serve_tokens(row.layers[number], *tensors).to(query.dtype) for row, *tensors in each])
+        out = out.flatten(1, 2)
+        return (value_of(module, out) if latent else out).transpose(1, 2)
+
+    def check(self, module: Any, mask: object, options: dict[str, Any]) -> None:
+        """Refuse what the caches do not do: padding, and attention that is more than a softmax of scaled products."""
+        if mask is not None:
+            raise ValueError("attention_mask is given, expected none: a row is one sequence without padding")
+        window = self._layers[self._number[module.layer_idx]].window
+        if options.get("sliding_window") != window:
+            found = options.get("sliding_window")
+            raise ValueError(
+                f"model: layer {module.layer_idx} has a window of {found}, expected {window}, as its module"
             )
-            return dense.transpose(1, 2)
-        out = torch.empty_like(grouped)
-        for r, row in enumerate(self._caches):
-            for i in range(query.shape[2]):
-                out[r, :, :, i] = row[layer].step(grouped[r, :, :, i], key[r, :, i], value[r, :, i])
-        return out.flatten(1, 2).transpose(1, 2)
+        for name in ("softcap", "s_aux"):
+            if options.get(name) is not None:
+                raise ValueError(f"model: layer {module.layer_idx} attends with {name}, expected a plain softmax")
+
+
+class _Prompt:
+    """A layer while the prompt is read: exact rows, and the last queries."""
+
+    def __init__(self, exact: Exact) -> None:
+        self.exact = exact
+        self.last_queries: Tensor = torch.empty(0)
+
+    def read(self, queries: Tensor, keys: Tensor, values: Tensor, *, observed: int) -> Tensor:
+        seen = torch.cat([self.last_queries, queries], 2) if self.last_queries.numel() else queries
+        self.last_queries = seen[:, :, max(0, seen.shape[2] - observed) :]
+        return self.exact.serve(queries, keys, values)
 
 
 @contextmanager
 def serving(model: Any, caches: Sequence[Sequence[LayerCache]], *, observed: int = 64) -> Iterator[Served]:
-    """Let `caches[row][layer]` serve the model's attention inside the block; afterwards the model is as it was.
+    """Let `caches[row][attention layer]` serve the model's attention inside the block; then it is as it was.
 
-    Works for decoder models of transformers (5.24 or later) that attend through its attention interface over the whole
-    context and cache keys after rotation (Llama, Qwen2, Qwen3...). `observed`: how many last prompt queries go along.
+    Works for decoder models of transformers (5.24 or later) that attend through its attention interface and cache keys
+    after rotation, or latents. `observed`: how many last prompt queries the caches are shown.
     """
-    layers = model.config.num_hidden_layers
-    lengths = {len(row) for row in caches}
+    with attending(model, [Consecutive(row) for row in caches], observed=observed) as served:
+        yield served
+
+
+@contextmanager
+def attending(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    observed: int = 0,
+    begun: bool = False,
+    states: Any = None,
+) -> Iterator[Served]:
+    """Serve `rows`, as `serving` does; `begun`: their caches hold a prompt, after which `states` stand."""
+    layers = len(attention_layers(model))
+    lengths = {len(row.layers) for row in rows}
     if lengths != {layers}:
         raise ValueError(f"caches have {sorted(lengths)} layers in a row, expected {layers} in each of at least one")
     transformers = require("transformers")
     transformers.AttentionInterface.register(_NAME, _attend)
     transformers.AttentionMaskInterface.register(_NAME, _no_mask)
+    states = _passing_cache()(config=model.config) if states is None else states
+    if begun:
+        _repeat(states, len(rows))
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     try:
-        yield Served(model, caches, observed)
+        yield Served(model, rows, observed=observed, begun=begun, states=states)
     finally:
         model.set_attn_implementation(before)
 
@@ -160,12 +261,35 @@ def score(forward: Callable[[Tensor], Tensor], tokens: Tensor, *, prefix: int, c
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, *, scaling: float, served: Served, **_: object
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, *, served: Served, **options: Any
 ) -> tuple[Tensor, None]:
-    if mask is not None:
-        raise ValueError("attention_mask is given, expected none: the caches hold one unpadded sequence")
-    return served.attend(module.layer_idx, query, key, value, scaling), None
+    served.check(module, mask, options)
+    return served.attend(module, query, key, value), None
 
 
-def _no_mask(*_: object, **__: object) -> None:
-    return None
+def _no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> Tensor | None:
+    return attention_mask  # the user's own, for `Served.check` to refuse
+
+
+@cache
+def _passing_cache() -> type:
+    """Make the transformers cache that keeps no row: keys and values pass through to the attention function."""
+
+    class PassingCache(require("transformers").DynamicCache):  # type: ignore[misc]
+        passed: tuple[Tensor, Tensor]
+
+        def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            self.passed = key, value
+            return key, value
+
+    return PassingCache
+
+
+def _repeat(states: Any, rows: int) -> None:
+    """Let each of `rows` sequences have what linear-attention layers kept of the one prompt."""
+    states.reorder_cache(torch.zeros(rows, dtype=torch.int64))
+
+
+def _check_tokens(tokens: Tensor, *, shape: str, right: bool) -> None:
+    if not right or tokens.ndim > 2 or not tokens.shape[-1]:
+        raise ValueError(f"tokens has shape {list(tokens.shape)}, expected {shape} with at least one token")

@@ -131,12 +131,27 @@ class RelaySession:
         _check_states("values", values, self.values, self.opened)
         places = torch.arange(self.pending.start, self.pending.stop, device=keys.device)
         rotated = torch.stack([_rotate_layer(*layer, places) for layer in zip(keys, self.tables, strict=True)])
+        return self._grown(torch.cat([self.keys, rotated], dim=2), torch.cat([self.values, values], dim=2), state)
+
+    def grow(self, keys: Tensor, values: Tensor) -> RelaySession:
+        """Close the forward under way with the cache as a model has grown it, which this session does not copy.
+
+        keys, values: [layers, heads, rows + opened, ...]: the slots of this session, unchanged, and behind them those
+        of the new tokens, whose keys the model has rotated at `pending`.
+        """
+        state = self._after("append")
+        _check_states("keys", keys, self.keys, self.rows + self.opened)
+        _check_states("values", values, self.values, self.rows + self.opened)
+        return self._grown(keys, values, state)
+
+    def _grown(self, keys: Tensor, values: Tensor, state: State) -> RelaySession:
         grown = (*keys.shape[:2], self.opened)
+        places = torch.arange(self.pending.start, self.pending.stop, device=keys.device)
         text = torch.arange(self.opened, device=keys.device) + self.retained.length + self.rows - self._history
         return replace(
             self,
-            keys=torch.cat([self.keys, rotated], dim=2),
-            values=torch.cat([self.values, values], dim=2),
+            keys=keys,
+            values=values,
             positions=torch.cat([self.positions, places.expand(grown)], dim=2),
             source=torch.cat([self.source, text.expand(grown)], dim=2),
             state=state,

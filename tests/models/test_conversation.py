@@ -1,0 +1,241 @@
+"""RoPERelay on models: nothing changes where nothing is compressed, and a selected cache stands where the plan says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from model_cases import exact_caches, floor, median_difference, model, plain_answer, plain_logits, text
+
+from kvverify.models.attention_layers import attention_layers
+from kvverify.models.conversation import conversing, read_history
+from kvverify.models.seeded import SEEDED
+from kvverify.models.serving import serving
+from kvverify.relay.plans import PLANS
+from kvverify.relay.policy import relocate_positions
+from kvverify.selectors import ada_kv, cam, pyramidkv, snapkv
+
+LENGTH, QUESTION, ANSWER = 48, 7, 6
+ROTARY = tuple(name for name in SEEDED if name != "kimi_linear")
+
+
+def asked(net, history, sessions, question, *, at_a_time=None):
+    """Logits [rows, n, vocab] of a question, read `at_a_time` tokens a forward."""
+    with conversing(net, sessions, history=history) as talk:
+        return torch.cat([talk.ask(part) for part in question.split(at_a_time or len(question))], 1), talk.sessions
+
+
+def compressed(history, plan="relay", *, select=pyramidkv, budget=12):
+    selection = select(history.rows(4), budget=budget, kv_heads=history.kv_heads, window=4)
+    session = history.session(selection, scores=selection.positions.double())
+    return session.relocate(PLANS[plan](session.retained))
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_session_that_keeps_everything_is_the_plain_model_token_for_token(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    with conversing(net, [history.session().relocate()], history=history) as talk:
+        logits = talk.ask(tokens[LENGTH:])[0]
+        answer = talk.generate(ANSWER)
+    assert answer == [plain_answer(net, tokens, ANSWER)]
+    found = torch.cat([history.logits[None], logits])[:-1]
+    plain = plain_logits(net, tokens, LENGTH)[:-1]
+    assert median_difference(found, plain, tokens[LENGTH:]) <= floor(net, tokens, LENGTH)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_served_model_with_full_caches_is_the_plain_model_token_for_token(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
+    with serving(net, [exact_caches(net)]) as served:
+        first = served.prefill(tokens[:LENGTH], chunk=11)[0]
+        logits = served(tokens[LENGTH:])[0]
+        answer = served.generate(ANSWER)
+    assert answer == [plain_answer(net, tokens, ANSWER)]
+    plain = plain_logits(net, tokens, LENGTH)[:-1]
+    assert median_difference(torch.cat([first, logits])[:-1], plain, tokens[LENGTH:]) <= floor(net, tokens, LENGTH)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_reading_in_chunks_and_asking_token_by_token_changes_nothing_under_compression(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
+    at_once, streamed = read_history(net, tokens[:LENGTH]), read_history(net, tokens[:LENGTH], chunk=13)
+    sessions = [compressed(history) for history in (at_once, streamed)]
+    assert torch.equal(sessions[0].positions, sessions[1].positions), "a chunked history is selected from differently"
+    one, _ = asked(net, at_once, sessions[:1], tokens[LENGTH:])
+    other, _ = asked(net, streamed, sessions[1:], tokens[LENGTH:], at_a_time=1)
+    moved = median_difference(one[0, :-1], other[0, :-1], tokens[LENGTH + 1 :])
+    assert moved <= floor(net, tokens, LENGTH)
+    dropped, _ = asked(net, at_once, [at_once.session().relocate()], tokens[LENGTH:])
+    assert median_difference(one[0, :-1], dropped[0, :-1], tokens[LENGTH + 1 :]) > moved, "nothing was compressed"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_yarn", "qwen3"])
+def test_a_relocated_cache_equals_transformers_own_cache_of_keys_made_anew_at_the_new_positions(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    session = compressed(history, select=snapkv)
+    found, _ = asked(net, history, [session], tokens[LENGTH:])
+    kept, anchor = session.source, session.next_position
+    past = transformers.DynamicCache(config=net.config)
+    places = torch.arange(anchor)[None]
+    cos, sin = net.model.rotary_emb(torch.zeros(1), places)
+    for number, keys in enumerate(history.keys):
+        # Undo each key's own rotation by solving for it, and rotate as the model does, with its own function.
+        old_cos, old_sin = net.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH)[None])
+        half = keys.shape[2] // 2
+        turned = torch.cat([keys[..., half:], -keys[..., :half]], -1)
+        bare = (keys * old_cos + turned * old_sin) / (old_cos**2 + old_sin**2)
+        index = kept[number][..., None].expand(-1, -1, keys.shape[2])
+        bare, values = bare.gather(1, index), history.values[number].gather(1, index)
+        new = bare * cos + torch.cat([-bare[..., half:], bare[..., :half]], -1) * sin
+        past.update(new[None], values[None], number)
+    with torch.inference_mode():
+        positions = torch.arange(anchor, anchor + QUESTION)[None]
+        plain = net(tokens[None, LENGTH:], position_ids=positions, cache=past, use_cache=True).logits
+    assert float((found - plain).abs().max()) <= 256 * 2.0**-23 * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_new_tokens_stand_at_the_anchor_and_on_with_keys_the_model_rotated_there(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    session = compressed(history)
+    _, (after,) = asked(net, history, [session], tokens[LENGTH:])
+    anchor = int(session.positions.max()) + 1
+    assert after.positions[..., -QUESTION:].unique().tolist() == list(range(anchor, anchor + QUESTION))
+    # The first layer's key depends on the token and its position alone.
+    alone = read_history(net, tokens[LENGTH:])
+    for head in range(history.kv_heads):
+        moved = relocate_positions(
+            alone.keys[0][head], torch.arange(QUESTION), torch.arange(anchor, anchor + QUESTION), history.tables[0]
+        )
+        found = after.keys[0, head, -QUESTION:]
+        assert float((found - moved).abs().max()) <= 64 * 2.0**-23 * float(moved.abs().max())
+
+
+def test_plans_of_one_selected_cache_are_rows_that_do_not_see_each_other():
+    net, tokens = model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    sessions = [compressed(history, plan) for plan in PLANS]
+    together, _ = asked(net, history, sessions, tokens[LENGTH:])
+    for plan, session, logits in zip(PLANS, sessions, together, strict=True):
+        alone, _ = asked(net, history, [session], tokens[LENGTH:])
+        assert float((logits - alone[0]).abs().max()) <= 64 * 2.0**-23 * float(alone.abs().max()), plan
+    relay, shifted = (together[list(PLANS).index(plan)] for plan in ("relay", "query_only"))
+    assert float((relay - shifted).abs().max()) > 0.1, "the plans make no difference"
+
+
+def test_an_earlier_session_answers_another_question_as_if_the_first_had_not_been_asked():
+    net, tokens = model("gemma3"), text("gemma3", LENGTH + 2 * QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    session, second = compressed(history), tokens[-QUESTION:]
+    fresh, _ = asked(net, history, [session], second)
+    _, (after,) = asked(net, history, [session], tokens[LENGTH:-QUESTION])
+    again, _ = asked(net, history, [session], second)
+    assert torch.equal(fresh, again)
+    followed, (last,) = asked(net, history, [after], second)
+    assert not torch.equal(followed, fresh)
+    assert last.next_position == session.next_position + 2 * QUESTION
+
+
+@pytest.mark.parametrize("select", [pyramidkv, ada_kv])
+def test_heads_that_keep_different_numbers_of_states_are_ragged_and_end_together(select):
+    net, tokens = model("qwen3"), text("qwen3", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    session = compressed(history, select=select)
+    counts = (session.positions >= 0).sum(-1)
+    assert len(counts.unique()) > 1, "the selection is not ragged"
+    assert session.positions.amax(-1).unique().tolist() == [int(counts.max()) - 1]
+    logits, _ = asked(net, history, [session], tokens[LENGTH:])
+    # What an empty slot holds is never read.
+    empty = (session.positions < 0)[..., None]
+    keys, values = (tensor.masked_fill(empty, 1e30) for tensor in (session.keys, session.values))
+    again, _ = asked(net, history, [replace(session, keys=keys, values=values)], tokens[LENGTH:])
+    assert torch.equal(logits, again)
+
+
+def test_merged_values_are_served_in_the_place_of_the_caches():
+    net, tokens = model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    values = torch.stack(history.values)
+    merged = cam(history.rows(4), values=values, budget=12, kv_heads=history.kv_heads, window=4)
+    session = history.session(merged)
+    assert torch.equal(session.values, merged.values.masked_fill(~merged.valid[..., None], 0))
+    kept = history.values[0].gather(1, merged.positions[0].clamp(min=0)[..., None].expand(-1, -1, values.shape[3]))
+    assert not torch.equal(session.values[0], kept), "nothing was merged"
+
+
+def test_a_sliding_layer_keeps_its_window_whatever_is_selected():
+    net, tokens = model("gemma3"), text("gemma3", LENGTH)
+    history = read_history(net, tokens)
+    session = compressed(history, budget=6)
+    for number, layer in enumerate(attention_layers(net)):
+        kept = sorted(set(session.source[number][session.source[number] >= 0].tolist()))
+        if layer.window is None:
+            assert len(kept) <= 2 * 12
+        else:
+            assert kept == list(range(LENGTH - layer.window + 1, LENGTH)), f"layer {number}"
+
+
+def test_rows_of_a_question_are_those_of_the_text_that_ends_with_it():
+    net, tokens = model("qwen3"), text("qwen3", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    rows = history.question_rows(net, tokens[LENGTH:])
+    whole = read_history(net, tokens).rows(QUESTION)
+    assert rows.shape == whole.shape
+    assert float((rows - whole).abs().max()) <= 64 * 2.0**-23
+    assert torch.equal(history.rows(5, layer=1), history.rows(5)[1])
+
+
+def test_what_cannot_be_conversed_with_is_named():
+    net, tokens = model("llama"), text("llama", LENGTH)
+    history = read_history(net, tokens)
+    session = history.session()
+    with pytest.raises(ValueError, match=r"state 'selected', expected it relocated"), conversing(net, [session]):
+        pass
+    with pytest.raises(ValueError, match="last is 0, expected at least one token"):
+        history.rows(0)
+    other = read_history(net, tokens[:20])
+    selection = snapkv(other.rows(4), budget=8, kv_heads=other.kv_heads, window=4)
+    with pytest.raises(ValueError, match=r"selection is of .* over 20 tokens, expected .* over 48"):
+        history.session(selection)
+    with conversing(net, [session.relocate()] * 2) as talk:
+        with pytest.raises(ValueError, match="nothing was read"):
+            talk.generate(1)
+        with pytest.raises(ValueError, match=r"tokens has shape \[3, 5\], expected \[n\] or \[2, n\]"):
+            talk.ask(torch.zeros(3, 5, dtype=torch.int64))
+        talk.ask(tokens[:2])
+        with pytest.raises(ValueError, match="limit is 0, expected at least one token"):
+            talk.generate(0)
+
+
+def test_linear_layers_need_the_history_their_state_is_in():
+    net = model("kimi_linear")
+    session = read_history(net, text("kimi_linear", 20)).session().relocate()
+    with (
+        pytest.raises(ValueError, match="history is None, expected the one of the sessions"),
+        conversing(net, [session]),
+    ):
+        pass
+
+
+def test_a_table_that_changes_with_the_length_is_refused():
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+    net = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"rotary table at length .* differs"):
+        read_history(net, torch.arange(20))
+
+
+def test_padding_is_refused():
+    net, tokens = model("llama"), text("llama", 9)
+    with serving(net, [exact_caches(net)]) as served, pytest.raises(ValueError, match="without padding"):
+        net(tokens[None], attention_mask=torch.ones(1, 9, dtype=torch.int64), cache=served.states, served=served)
