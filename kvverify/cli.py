@@ -1,4 +1,4 @@
-"""The command `kvverify`: list, explain, gate, repro, mutants; stats and capacity are in `commands`.
+"""The command `kvverify`: list, explain, gate, repro, mutants; more are in `commands` and `scaffold`.
 
 Exit codes mean one thing each: 0 ok, 1 conformance failure, 2 interrupted, 3 internal, 4 usage, 5 nothing tested.
 """
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from kvverify import budget, commands
+from kvverify import budget, commands, scaffold
 from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduce, self_check
 from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
@@ -204,6 +204,7 @@ def mutants(
 
 
 commands.register(app)
+scaffold.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
