@@ -47,11 +47,11 @@ def test_a_session_that_keeps_everything_is_the_plain_model_token_for_token(name
 @pytest.mark.parametrize("name", SEEDED)
 def test_a_served_model_with_full_caches_is_the_plain_model_token_for_token(name):
     net, tokens = model(name), text(name, LENGTH + QUESTION)
-    with serving(net, [exact_caches(net)]) as served:
+    with serving(net, [exact_caches(net), exact_caches(net)]) as served:
         first = served.prefill(tokens[:LENGTH], chunk=11)[0]
-        logits = served(tokens[LENGTH:])[0]
-        answer = served.generate(ANSWER)
-    assert answer == [plain_answer(net, tokens, ANSWER)]
+        logits = served(tokens[LENGTH:])[1]
+        answers = served.generate(ANSWER)
+    assert answers == 2 * [plain_answer(net, tokens, ANSWER)]
     plain = plain_logits(net, tokens, LENGTH)[:-1]
     assert median_difference(torch.cat([first, logits])[:-1], plain, tokens[LENGTH:]) <= floor(net, tokens, LENGTH)
 
@@ -126,8 +126,9 @@ def test_plans_of_one_selected_cache_are_rows_that_do_not_see_each_other():
     assert float((relay - shifted).abs().max()) > 0.1, "the plans make no difference"
 
 
-def test_an_earlier_session_answers_another_question_as_if_the_first_had_not_been_asked():
-    net, tokens = model("gemma3"), text("gemma3", LENGTH + 2 * QUESTION)
+@pytest.mark.parametrize("name", ["gemma3", "kimi_linear"])
+def test_an_earlier_session_answers_another_question_as_if_the_first_had_not_been_asked(name):
+    net, tokens = model(name), text(name, LENGTH + 2 * QUESTION)
     history = read_history(net, tokens[:LENGTH])
     session, second = compressed(history), tokens[-QUESTION:]
     fresh, _ = asked(net, history, [session], second)
