@@ -179,13 +179,15 @@ def test_a_sliding_layer_keeps_its_window_whatever_is_selected():
             assert kept == list(range(LENGTH - layer.window + 1, LENGTH)), f"layer {number}"
 
 
-def test_rows_of_a_question_are_those_of_the_text_that_ends_with_it():
-    net, tokens = model("qwen3"), text("qwen3", LENGTH + QUESTION)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "kimi_linear"])
+def test_rows_of_a_question_are_those_of_the_text_that_ends_with_it(name):
+    net, tokens = model(name), text(name, LENGTH + QUESTION)
     history = read_history(net, tokens[:LENGTH])
     rows = history.question_rows(net, tokens[LENGTH:])
     whole = read_history(net, tokens).rows(QUESTION)
     assert rows.shape == whole.shape
     assert float((rows - whole).abs().max()) <= 64 * 2.0**-23
+    assert torch.equal(history.question_rows(net, tokens[LENGTH:]), rows), "asking has changed the history"
     assert torch.equal(history.rows(5, layer=1), history.rows(5)[1])
 
 
