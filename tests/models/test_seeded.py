@@ -55,6 +55,23 @@ def test_every_weight_is_drawn_and_bounded(name: str) -> None:
     assert not ours.training, f"{name}: the model is in training mode"
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "deviation"),
+    [("llama", "lm_head.weight", 2 / 8), ("gemma3", "model.embed_tokens.weight", 1.5 / 8)],
+)
+def test_weights_are_drawn_in_the_order_of_their_names_and_a_tied_one_once(name, first, deviation) -> None:
+    uniform = torch.rand(97, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = ((2 * uniform - 1) * (math.sqrt(3) * deviation)).float()
+    found = seeded_model(name, seed=3).state_dict()[first]
+    assert torch.equal(found, expected), f"{name}: the first numbers of the generator are not in {first}"
+
+
+def test_a_changed_configuration_does_not_reach_the_next_model() -> None:
+    model = seeded_model("qwen2_yarn")
+    model.config.rope_parameters["factor"] = 2.0
+    assert seeded_model("qwen2_yarn").config.rope_parameters["factor"] == 4.0
+
+
 def test_the_hash_sees_values_names_shapes_and_types() -> None:
     model = seeded_model("llama")
     before = state_sha256(model)
