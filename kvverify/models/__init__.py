@@ -15,7 +15,7 @@ And the model runs on caches of ours, several policies as rows of one batch:
 - `attention_layers` says which layers keep rows, and shows latent attention as attention with one KV head;
 - `layer_caches` is what a cache must offer; `exact` is the full cache, and attention over ragged heads;
 - `serving` lets them serve the model's attention: prompts, questions, greedy answers, teacher-forced scores;
-- `conversation` (RoPERelay), `geodesia_cache` and `vestige_cache` are the three policies.
+- `history` and `conversation` (RoPERelay), `geodesia_cache` and `vestige_cache` are the three policies.
 
 transformers, gguf and tokenizers are imported where they are used (`pip install 'kvverify[models]'`), so importing this
 package needs torch alone.

@@ -69,7 +69,7 @@ def geodesia() -> Iterator[str]:
     model, tokenizer = _smollm2()
     tokens, _ = _history(tokenizer)
     question = torch.tensor(tokenizer(QUESTION).input_ids)
-    policy = {"decay": 0.5, "observed": 64, "residual_fraction": 0.03125}
+    policy: dict[str, Any] = {"decay": 0.5, "observed": 64, "residual_fraction": 0.03125}
     yield f"{len(tokens)} tokens read"
     for budget in (16.0, 4.5, 3.0):
         caches = geodesia_caches(model, budget=budget, **(policy if budget < 16.0 else {}))

@@ -36,9 +36,9 @@ def test_small_sample_views_agree_with_their_recomputation(judged):
     pair, found = judged
     recomputed = pair["recomputed"]
     ratio = found.t.ratio()
-    # The same formula in another order of operations: a few dozen roundings of numbers near 1.
+    # The same formula in another order of operations, with a t quantile of which scipy 1.15 and 1.16 know ten digits.
     for mine, other in zip((ratio.low, ratio.high), recomputed["t_interval_10df_ratio"], strict=True):
-        assert abs(mine - other) <= 64 * 2.0**-53
+        assert abs(mine - other) <= 1e-12
     assert found.sign_flip_p == recomputed["sign_flip_permutation_p"]
     assert abs(found.sign_test_p - recomputed["sign_test_p"]) <= 64 * 2.0**-53
     # BCa depends on the generator. Seeds 0..9 of the plain bootstrap spread over 3e-4: twice that.
