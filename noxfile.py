@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import nox
 
 nox.needs_version = ">=2025.2.9"
@@ -32,14 +34,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy, strictly."""
-    install(session, ".[models,selectors,bench,stats,report]", "mypy")
+    install(session, ".[models,selectors,bench,stats,report,golden]", "mypy")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite against the installed wheel; extra arguments go to pytest."""
-    install(session, ".[models,selectors,bench,stats,report,test]")
+    install(session, ".[models,selectors,bench,stats,report,golden,s3,test]")
     session.install("--no-deps", *REAL)
     session.run("pytest", *session.posargs)
 
@@ -66,6 +68,30 @@ def bench(session: nox.Session) -> None:
     session.run("pytest", "bench", "--benchmark-only", *session.posargs)
 
 
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Check the golden store as a stranger would: clone into another folder, pull, verify. Needs no torch."""
+    install(session, "numpy", "safetensors", "typer", "pyyaml", "dvc")
+    session.install("--no-deps", ".")
+    with tempfile.TemporaryDirectory(prefix="kvverify-clone-") as folder:
+        session.run("git", "clone", "--quiet", ".", folder, external=True)
+        with session.chdir(folder):
+            session.run("dvc", "pull", "--quiet")
+            session.run("dvc", "status", "--quiet")
+            session.run("dvc", "data", "status", "--not-in-remote", "--json")
+            session.run("python", "-m", "kvverify.golden", "verify")
+
+
+@nox.session(default=False)
+def golden_rebuild(session: nox.Session) -> None:
+    """Regenerate all golden data with the recorded versions: bitwise equal, code change, or platform drift."""
+    install(session, ".[models,selectors,golden]")
+    session.install("--no-deps", *REAL)
+    session.run("python", "golden/fetch.py")
+    session.run("dvc", "pull", "--quiet")
+    session.run("kvverify", "golden", "rebuild")
+
+
 @nox.session(default=False)
 def gpu_tests(session: nox.Session) -> None:
     """Gate the references on a CUDA device; without one, exit non-zero and say so."""
@@ -87,7 +113,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
     """Look longer: the nightly profile of every gate, ten seeds for every right kernel, 10,000 steps of a partition."""
-    install(session, ".[models,selectors,bench,stats,report,test]")
+    install(session, ".[models,selectors,bench,stats,report,golden,s3,test]")
     for reference in REFERENCES:
         session.run("kvverify", "gate", reference, "--profile", "nightly", *session.posargs)
     longer = {"KVVERIFY_SEEDS": "10", "KVVERIFY_STATE_STEPS": "10000"}

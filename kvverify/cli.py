@@ -1,6 +1,7 @@
 """The command `kvverify`: list, explain, gate, repro, mutants; more are in `commands` and `scaffold`.
 
-Exit codes mean one thing each: 0 ok, 1 conformance failure, 2 interrupted, 3 internal, 4 usage, 5 nothing tested.
+Exit codes mean one thing each: 0 ok, 1 conformance failure, 2 interrupted, 3 internal, 4 usage, 5 nothing tested,
+10 golden data stale, corrupt or just written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.progress import Progress
 
 from kvverify import budget, commands, scaffold
 from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduce, self_check
+from kvverify.golden.commands import app as golden_app
 from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
 from kvverify.operator import POLICIES, Operator, registry
@@ -204,6 +206,7 @@ def mutants(
 
 
 commands.register(app)
+app.add_typer(golden_app, name="golden")
 scaffold.register(app)
 
 

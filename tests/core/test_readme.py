@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def test_the_other_measured_figures_are_what_the_command_prints() -> None:
     assert figure(r"scores by (\.\d+) \(rms\)") == pytest.approx(rms, rel=0.05)
     assert figure(r"off by up to ([\d.]+) %") == pytest.approx(100 * measured.bf16_tables(), rel=0.05)
     assert figure(r"grows ([\d.]+)-fold") == pytest.approx(measured.amplitude_left_out(), rel=0.001)
+
+
+def test_the_golden_data_is_as_large_as_told() -> None:
+    manifest = json.loads((Path(__file__).parents[2] / "golden" / "manifest.json").read_text(encoding="utf-8"))
+    files = manifest["files"].values()
+    assert f"{sum(len(file['tensors']) for file in files):,} tensors" in README
+    assert f", {sum(file['bytes'] for file in files) / 1e6:.0f} MB, in `golden/store`" in README
 
 
 def test_the_ladder_in_the_readme_names_real_claims() -> None:

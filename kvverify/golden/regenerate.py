@@ -1,0 +1,85 @@
+"""Run stages in a shadow of the tree, so that nothing that is stored is touched.
+
+The shadow is a temporary folder with a link to everything in the root, but for golden/data, which is a copy there.
+Stages of one command are run for all their models in one process, on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvverify.golden.manifest import THREADS
+from kvverify.golden.tree import GoldenError, Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvverify.golden.pipeline import Stage
+
+__all__ = ["regenerated"]
+
+_APART = {".git", ".dvc", "golden"}
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_LINES = 12
+
+
+@contextmanager
+def regenerated(tree: Tree, chosen: Sequence[Stage], report: Callable[[str], None] = lambda _: None) -> Iterator[Tree]:
+    """Yield a shadow of `tree` in which the outputs of the chosen stages, which are in order, were made anew.
+
+    GoldenError where a command fails or leaves an output out; it carries the end of what the command printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvverify-golden-") as folder:
+        shadow = Tree(Path(folder).resolve())
+        _link(tree, shadow)
+        for stage in chosen:
+            for path in stage.outputs:
+                (shadow.root / path).unlink(missing_ok=True)
+        for command, group in groupby(chosen, key=_command):
+            _run(shadow, command, list(group), report)
+        yield shadow
+
+
+def _link(tree: Tree, shadow: Tree) -> None:
+    for path in tree.root.iterdir():
+        if path.name not in _APART:
+            (shadow.root / path.name).symlink_to(path)
+    shadow.golden.mkdir()
+    for path in tree.golden.iterdir():
+        if path not in (tree.data, tree.store, tree.undo):
+            (shadow.golden / path.name).symlink_to(path)
+    if tree.data.is_dir():
+        shutil.copytree(tree.data, shadow.data)
+
+
+def _command(stage: Stage) -> str:
+    return stage.command.removesuffix(f" {stage.model}") if stage.model else stage.command
+
+
+def _run(shadow: Tree, command: str, group: Sequence[Stage], report: Callable[[str], None]) -> None:
+    models = [stage.model for stage in group if stage.model]
+    words = [*shlex.split(command), *models]
+    report(" ".join(words))
+    if words[0] == "python":
+        words[0] = sys.executable
+    for stage in group:
+        for path in stage.outputs:
+            (shadow.root / path).parent.mkdir(parents=True, exist_ok=True)
+    limits = dict.fromkeys(_THREADS, str(THREADS))
+    done = subprocess.run(
+        words, cwd=shadow.root, env={**os.environ, **limits}, capture_output=True, text=True, check=False
+    )
+    missing = [path for stage in group for path in stage.outputs if not (shadow.root / path).is_file()]
+    if done.returncode or missing:
+        why = f"exit {done.returncode}" if done.returncode else f"{missing[0]} was not written"
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_LINES:])
+        raise GoldenError(f"`{' '.join([command, *models])}` failed ({why}), nothing was changed:\n{last}")
