@@ -127,7 +127,7 @@ THEIRS = {
         "py",
         "pygments",
     ),
-    *("_distutils_hack", "markupsafe"),
+    *("_distutils_hack", "markupsafe", "pydot"),
 }
 """What torch, numpy, hypothesis and pytest load themselves."""
 
