@@ -97,7 +97,7 @@ class History:
         """Positions [layers, kv, slots] and values kept, those of windows in the place of what was chosen there."""
         shape = len(self.layers), self.kv_heads
         if selection is None:
-            positions = torch.arange(self.length).expand(*shape, -1)
+            positions = torch.arange(self.length, device=self.tokens.device).expand(*shape, -1)
         else:
             positions = selection.positions
             history = selection.provenance.history
@@ -116,7 +116,7 @@ class History:
         for number, window in enumerate(windows):
             if window is not None:
                 # At the end: a window counts slots, and between these states and the next token there is none.
-                last = torch.arange(self.length - window, self.length)
+                last = torch.arange(self.length - window, self.length, device=positions.device)
                 positions[number] = torch.nn.functional.pad(last, (positions.shape[2] - window, 0), value=-1)
             taken = _take(self.values[number], positions[number])
             if merged is not None and window is None:
@@ -190,7 +190,7 @@ class _Asked(Exact):
 
 def _table(model: Any, index: int, reach: int) -> RotaryTable:
     require_same_table(model, written_at=1, now=reach, layer=index)
-    cos, sin = rotary_tables(model, torch.arange(reach), layer=index, length=reach)
+    cos, sin = rotary_tables(model, torch.arange(reach, device=model.device), layer=index, length=reach)
     return RotaryTable(cos, sin, probe(model, layer=index).layout)
 
 

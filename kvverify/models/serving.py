@@ -84,7 +84,8 @@ class Served:
         self._prompt = [_Prompt(Exact(scale=layer.scale, window=layer.window)) for layer in self._layers]
         start = 0
         for part in tokens.split(chunk or len(tokens)):
-            logits = self._forward(part[None], torch.arange(start, start + len(part))[None], last_only=True)
+            positions = torch.arange(start, start + len(part), device=tokens.device)
+            logits = self._forward(part[None], positions[None], last_only=True)
             start += len(part)
         for number, prompt in enumerate(self._prompt):
             for row in self.rows:
@@ -135,7 +136,7 @@ class Served:
         tokens = tokens.expand(len(self.rows), -1) if tokens.ndim == 1 else tokens
         _check_tokens(tokens, shape=f"[n] or [{len(self.rows)}, n]", right=len(tokens) == len(self.rows))
         places = [list(row.open(tokens.shape[1], generated=generated)) for row in self.rows]
-        logits = self._forward(tokens, torch.tensor(places), last_only=False)
+        logits = self._forward(tokens, torch.tensor(places, device=tokens.device), last_only=False)
         for row in self.rows:
             row.close()
         self._next = logits[:, -1].argmax(-1)

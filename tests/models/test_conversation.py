@@ -11,7 +11,7 @@ from model_cases import exact_caches, floor, median_difference, model, plain_ans
 
 from kvverify.models.attention_layers import attention_layers
 from kvverify.models.conversation import conversing, read_history
-from kvverify.models.seeded import SEEDED
+from kvverify.models.seeded import SEEDED, seeded_model
 from kvverify.models.serving import serving
 from kvverify.relay.plans import PLANS
 from kvverify.relay.policy import relocate_positions
@@ -56,6 +56,18 @@ def test_a_served_model_with_full_caches_is_the_plain_model_token_for_token(name
     assert answers == 2 * [plain_answer(net, tokens, ANSWER)]
     plain = plain_logits(net, tokens, LENGTH)[:-1]
     assert median_difference(torch.cat([first, logits])[:-1], plain, tokens[LENGTH:]) <= floor(net, tokens, LENGTH)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_model_in_bfloat16_keeps_rows_in_bfloat16_and_is_itself_within_its_rounding(name):
+    net, tokens = seeded_model(name).bfloat16(), text(name, LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    logits, (session,) = asked(net, history, [history.session().relocate()], tokens[LENGTH:])
+    assert session.keys.dtype == session.values.dtype == logits.dtype == torch.bfloat16
+    plain = plain_logits(net, tokens, LENGTH)[1:]
+    sdpa, eager = plain, plain_logits(net, tokens, LENGTH, attention="eager")[1:]
+    allowed = 3 * (sdpa - eager).abs().max() + 2 * 2.0**-8 * plain.abs().max()
+    assert float((logits[0] - plain).abs().max()) <= float(allowed)
 
 
 @pytest.mark.parametrize("name", SEEDED)
