@@ -57,6 +57,9 @@ def numbered(tensors: dict[str, Tensor], name: str) -> list[Tensor]:
 
 
 def thinned(logits: Tensor, *, keep: int) -> dict[str, Tensor]:
-    """At most `keep` evenly spaced logits of a large vocabulary, and the log-sum-exp of all, which sees the others."""
+    """At most `keep` evenly spaced logits of a large vocabulary, and the log-sum-exp of all, which sees the others.
+
+    Both in the dtype of the logits: a float64 made of a float32 would be held to a budget that no model meets.
+    """
     stride = math.ceil(logits.shape[-1] / keep)
-    return {"logits": logits[..., ::stride].clone(), "logits_lse": logits.double().logsumexp(-1)}
+    return {"logits": logits[..., ::stride].clone(), "logits_lse": logits.double().logsumexp(-1).to(logits.dtype)}

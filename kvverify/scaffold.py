@@ -62,6 +62,8 @@ def init(
         return
     if file.exists():
         raise UsageError(f"--file {file} exists, expected a new file: nothing is overwritten")
+    if not file.parent.is_dir():
+        raise UsageError(f"--file {file} is in no folder that exists, expected an existing one")
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(content, encoding="utf-8")
     os.replace(partial, file)

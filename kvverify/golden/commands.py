@@ -156,7 +156,7 @@ def rebuild(
     chosen = _guarded(lambda: differences.chosen_stages(tree, [], everything=True))
 
     def run() -> list[differences.FileDiff]:
-        with regenerated(tree, chosen, lambda line: typer.echo(line, err=True)) as shadow:
+        with regenerated(tree, chosen, lambda line: typer.echo(line, err=True), from_stored=True) as shadow:
             return differences.compare_trees(tree, shadow, chosen)
 
     files = _guarded(run)

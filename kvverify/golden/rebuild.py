@@ -6,6 +6,10 @@ The answer is one of four:
     code change      versions and processor are those recorded, and a tensor is not as stored
     platform drift   another processor or version, and every difference is within budget
     unexplained      another processor or version, and a difference beyond the budget
+
+Every stage is run on what is stored, so that each is judged by itself. Where a policy has a threshold (a quantizer's
+code, a kept state, a row that fires), the last bit of another processor can flip it: that is a difference beyond the
+budget, and is to be looked at.
 """
 
 from __future__ import annotations

@@ -33,19 +33,28 @@ _LINES = 12
 
 
 @contextmanager
-def regenerated(tree: Tree, chosen: Sequence[Stage], report: Callable[[str], None] = lambda _: None) -> Iterator[Tree]:
+def regenerated(
+    tree: Tree,
+    chosen: Sequence[Stage],
+    report: Callable[[str], None] = lambda _: None,
+    *,
+    from_stored: bool = False,
+) -> Iterator[Tree]:
     """Yield a shadow of `tree` in which the outputs of the chosen stages, which are in order, were made anew.
 
+    A stage reads what the stages before it have just made; with `from_stored` it reads what is stored (the last stage
+    runs first), so that what one stage drifts is not the input of the next.
     GoldenError where a command fails or leaves an output out; it carries the end of what the command printed.
     """
     with tempfile.TemporaryDirectory(prefix="kvverify-golden-") as folder:
         shadow = Tree(Path(folder).resolve())
         _link(tree, shadow)
-        for stage in chosen:
-            for path in stage.outputs:
-                (shadow.root / path).unlink(missing_ok=True)
-        for command, group in groupby(chosen, key=_command):
-            _run(shadow, command, list(group), report)
+        groups = [(command, list(group)) for command, group in groupby(chosen, key=_command)]
+        for command, group in reversed(groups) if from_stored else groups:
+            for stage in group:
+                for path in stage.outputs:
+                    (shadow.root / path).unlink(missing_ok=True)
+            _run(shadow, command, group, report)
         yield shadow
 
 

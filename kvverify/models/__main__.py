@@ -118,9 +118,10 @@ def _history(tokenizer: Any) -> tuple[Tensor, list[HistoryUnit]]:
     tokens: list[int] = []
     units = []
     for paragraph in paragraphs:
-        start = len(tokens)
-        tokens = (tokens + tokenizer(paragraph + "\n").input_ids)[:TOKENS]
-        units.append(HistoryUnit(paragraph, start, len(tokens)))
+        new = tokenizer(paragraph + "\n").input_ids[: TOKENS - len(tokens)]
+        if new:
+            units.append(HistoryUnit(tokenizer.decode(new), len(tokens), len(tokens) + len(new)))
+            tokens += new
     return torch.tensor(tokens), units
 
 

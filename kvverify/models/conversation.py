@@ -55,7 +55,8 @@ class Conversation:
 
     @property
     def sessions(self) -> tuple[RelaySession, ...]:
-        """The sessions as they stand now."""
+        """The sessions as they stand now. ValueError where rows hold tokens of after their answers' end."""
+        self.served.require_even()
         return tuple(row.session for row in self.rows)
 
 
@@ -66,14 +67,31 @@ def conversing(
     """Let relocated sessions serve the model's attention inside the block, one row each.
 
     history: where the sessions come from; needed for a model with linear-attention layers, whose state is not theirs.
+    Such a state stands after the history: a session that has gone on from there cannot be taken up again.
     """
     layers = attention_layers(model)
-    if history is None and len(layers) < model.config.num_hidden_layers:
-        raise ValueError("history is None, expected the one of the sessions: the model has linear-attention layers")
+    if len(layers) < model.config.num_hidden_layers:
+        _check_linear(sessions, history)
     rows = [_RelayRow(session, layers) for session in sessions]
     states = None if history is None else deepcopy(history.states)
     with attending(model, rows, begun=True, states=states) as served:
         yield Conversation(served, rows)
+
+
+def _check_linear(sessions: Sequence[RelaySession], history: History | None) -> None:
+    """Refuse what the state of linear-attention layers after `history` does not go with."""
+    if history is None:
+        raise ValueError("history is None, expected the one of the sessions: the model has linear-attention layers")
+    for session in sessions:
+        if session.retained.length != history.length:
+            raise ValueError(
+                f"sessions: one is of {session.retained.length} tokens, expected {history.length} of history"
+            )
+        if session.rows > session.retained.source.shape[2]:
+            raise ValueError(
+                "sessions: one has gone on since its history, expected one that was only relocated: the state of the "
+                "linear-attention layers is not kept in it"
+            )
 
 
 class _RelayRow:

@@ -70,8 +70,10 @@ def geodesia_caches(
     budget: bits per value. block: tokens of a block. group: scalars of a quantizer group. dtype: the 16-bit storage.
     options: further fields of `kvverify.geodesia.decoding.Policy` (decay, sinks, window, observed, allocator,
     residual_fraction, residual_form, page_fraction). ValueError for latent attention, whose rows are keys and values at
-    once, and for heads of keys and values that differ.
+    once, and for a model that is not on the CPU, where the packed store of this reference lives.
     """
+    if model.device.type != "cpu":
+        raise ValueError(f"model is on {model.device}, expected the CPU: the packed store of the reference is there")
     config = model.config.get_text_config()
     kv_heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

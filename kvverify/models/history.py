@@ -6,6 +6,7 @@ has no others; compact positions end where those of the other layers end, so dis
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -35,7 +36,7 @@ class History:
     keys[layer]: [kv, n, dim] as cached, after rotation. values[layer]: [kv, n, value_dim]. For latent attention these
     are the rows [branch ; content] and the content, with one KV head. queries[layer]: [heads, n, dim] after rotation.
     logits: [vocab] after the last token. tables: the rotary factors of each layer, for positions up to
-    n + `plans.SHIFT`. states: the transformers cache, in which linear-attention layers keep theirs.
+    n + `plans.SHIFT` at least. states: the transformers cache, in which linear-attention layers keep theirs.
     """
 
     tokens: Tensor
@@ -84,12 +85,13 @@ class History:
     ) -> RelaySession:
         """Begin a session with the states of `selection` (None: all), in state "selected".
 
-        scores: [layers, kv, slots] for the plan `score`. seed: for the plan `random`.
+        scores: [layers, kv, slots], of the slots of the selection, for the plan `score`; the states of a sliding window
+        keep source order under it. seed: for the plan `random`.
         """
         positions, values = self._kept(selection)
         keys = torch.stack([_take(k, p) for k, p in zip(self.keys, positions, strict=True)])
         if scores is not None:
-            scores = torch.nn.functional.pad(scores, (0, positions.shape[2] - scores.shape[2]))
+            scores = self._scores_kept(scores, positions, selection)
         retained = Retained(positions, self.length, scores=scores, seed=seed)
         return begin(keys, values, retained, self.tables)
 
@@ -99,7 +101,7 @@ class History:
         if selection is None:
             positions = torch.arange(self.length, device=self.tokens.device).expand(*shape, -1)
         else:
-            positions = selection.positions
+            positions = selection.positions.to(self.tokens.device)
             history = selection.provenance.history
             if positions.shape[:2] != shape or history != self.length:
                 raise ValueError(
@@ -123,6 +125,14 @@ class History:
                 taken[:, : merged.shape[2]] = merged[number].to(taken.dtype)
             kept.append(taken)
         return positions, torch.stack(kept)
+
+    def _scores_kept(self, scores: Tensor, positions: Tensor, selection: Selection | None) -> Tensor:
+        wanted = (positions if selection is None else selection.positions).shape
+        if scores.shape != wanted:
+            raise ValueError(f"scores has shape {list(scores.shape)}, expected {list(wanted)}, as the selection")
+        scores = torch.nn.functional.pad(scores, (0, positions.shape[2] - scores.shape[2]))
+        windows = torch.tensor([layer.window is not None for layer in self.layers], device=scores.device)
+        return torch.where(windows[:, None, None], positions.to(scores.dtype), scores)
 
     @contextmanager
     def _full(self, model: Any, caches: Sequence[_Asked]) -> Iterator[Served]:
@@ -188,10 +198,18 @@ class _Asked(Exact):
         return attention_rows(self.queries.flatten(0, 1), self.rows[0], scale=self.layer.scale)
 
 
+_tables: weakref.WeakKeyDictionary[Any, dict[int, RotaryTable]] = weakref.WeakKeyDictionary()
+
+
 def _table(model: Any, index: int, reach: int) -> RotaryTable:
-    require_same_table(model, written_at=1, now=reach, layer=index)
-    cos, sin = rotary_tables(model, torch.arange(reach, device=model.device), layer=index, length=reach)
-    return RotaryTable(cos, sin, probe(model, layer=index).layout)
+    """The model's table of a layer for at least `reach` positions; asked once, and again where it is too short."""
+    known = _tables.setdefault(model, {})
+    if index not in known or len(known[index].cos) < reach:
+        size = 1 << (reach - 1).bit_length()
+        require_same_table(model, written_at=1, now=size, layer=index)
+        cos, sin = rotary_tables(model, torch.arange(size, device=model.device), layer=index, length=size)
+        known[index] = RotaryTable(cos, sin, probe(model, layer=index).layout)
+    return known[index]
 
 
 def _take(rows: Tensor, positions: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from kvverify.models import require
 from kvverify.models.attention_layers import absorb, attention_layers, is_latent, value_of
 from kvverify.models.exact import Exact
 from kvverify.models.layer_caches import Consecutive, LayerCache, Row, serve_tokens
+from kvverify.models.passing import passing_cache, repeat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,6 +66,7 @@ class Served:
         self._begun = begun
         self._prompt: list[_Prompt] | None = None
         self._next: Tensor | None = None  # the most likely next token of each row
+        self._even = True
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -93,7 +94,7 @@ class Served:
         for row in self.rows:
             row.close()
         self._prompt, self._begun = None, True
-        _repeat(self.states, len(self.rows))
+        repeat(self.states, len(self.rows))
         self._next = logits[:, -1].argmax(-1).expand(len(self.rows))
         return logits
 
@@ -109,11 +110,13 @@ class Served:
     def generate(self, limit: int, *, stop: Collection[int] = ()) -> list[list[int]]:
         """Continue every row greedily until a token of `stop`, which ends its answer, or `limit` tokens.
 
-        A row that has stopped is fed on, unheard, until all have. The last token of an answer has been said and not
-        read: begin the next tokens with it where it should be remembered.
+        The last token of an answer has been said and not read: begin the next tokens with it where it should be
+        remembered. A row that has stopped is fed on, unheard, until all have: if answers differ in length, nothing more
+        is served, because the caches hold what was not said.
         """
         if self._next is None:
             raise ValueError("nothing was read, expected a prompt or a question before the first generated token")
+        self.require_even()
         if limit < 1:
             raise ValueError(f"limit is {limit}, expected at least one token")
         answers: list[list[int]] = [[] for _ in self.rows]
@@ -127,12 +130,22 @@ class Served:
                     going[row] = token not in stop
             if not any(going):
                 break
+        self._even = len({len(answer) for answer in answers}) == 1
         return answers
+
+    def require_even(self) -> None:
+        """Raise ValueError where a row was fed on after its answer had ended."""
+        if not self._even:
+            raise ValueError(
+                "answers ended after different numbers of tokens, expected one number to go on: the rows that ended "
+                "first hold tokens that were not said"
+            )
 
     @torch.inference_mode()
     def _serve(self, tokens: Tensor, *, generated: bool) -> Tensor:
         if not self._begun:
             raise ValueError("no prompt was read, expected prefill() before the first token")
+        self.require_even()
         tokens = tokens.expand(len(self.rows), -1) if tokens.ndim == 1 else tokens
         _check_tokens(tokens, shape=f"[n] or [{len(self.rows)}, n]", right=len(tokens) == len(self.rows))
         places = [list(row.open(tokens.shape[1], generated=generated)) for row in self.rows]
@@ -227,9 +240,9 @@ def attending(
     transformers = require("transformers")
     transformers.AttentionInterface.register(_NAME, _attend)
     transformers.AttentionMaskInterface.register(_NAME, _no_mask)
-    states = _passing_cache()(config=model.config) if states is None else states
+    states = passing_cache(model) if states is None else states
     if begun:
-        _repeat(states, len(rows))
+        repeat(states, len(rows))
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     try:
@@ -270,25 +283,6 @@ def _attend(
 
 def _no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> Tensor | None:
     return attention_mask  # the user's own, for `Served.check` to refuse
-
-
-@cache
-def _passing_cache() -> type:
-    """Make the transformers cache that keeps no row: keys and values pass through to the attention function."""
-
-    class PassingCache(require("transformers").DynamicCache):  # type: ignore[misc]
-        passed: tuple[Tensor, Tensor]
-
-        def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-            self.passed = key, value
-            return key, value
-
-    return PassingCache
-
-
-def _repeat(states: Any, rows: int) -> None:
-    """Let each of `rows` sequences have what linear-attention layers kept of the one prompt."""
-    states.reorder_cache(torch.zeros(rows, dtype=torch.int64))
 
 
 def _check_tokens(tokens: Tensor, *, shape: str, right: bool) -> None:

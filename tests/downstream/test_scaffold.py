@@ -36,5 +36,7 @@ def test_a_file_is_never_overwritten_and_an_unknown_policy_is_named(tmp_path):
         init("relay", file)
     assert file.read_text(encoding="utf-8") == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
+    with pytest.raises(UsageError, match=r"nowhere/x\.py is in no folder that exists"):
+        init("relay", tmp_path / "nowhere" / "x.py")
     with pytest.raises(UsageError, match="policy 'mine' is unknown: expected one of"):
         init("mine", None)

@@ -13,7 +13,7 @@ import pytest
 from golden_cases import commit, golden, run
 
 from kvverify.golden import history, manifest, remote
-from kvverify.golden.diff import chosen_stages
+from kvverify.golden.diff import chosen_stages, compare_trees
 from kvverify.golden.exchange import undo
 from kvverify.golden.regenerate import regenerated
 from kvverify.golden.tree import GoldenError, Tree, canonical
@@ -270,6 +270,18 @@ def test_the_log_refuses_a_removed_entry(tree: Tree) -> None:
     tree.updates.write_bytes(canonical(value))
     with pytest.raises(GoldenError, match=r"has entry 0 .* edited, or an entry before it removed"):
         history.entries(tree)
+
+
+def test_from_stored_judges_a_stage_by_itself_whatever_the_one_before_it_drifts(tree: Tree) -> None:
+    script = tree.golden / "capture.py"
+    script.write_text(script.read_text().replace("standard_normal((rows, 4))", "standard_normal((rows, 4)) + 1e-9"))
+    chosen = chosen_stages(tree, [], everything=True)
+    differing = {}
+    for from_stored in (False, True):
+        with regenerated(tree, chosen, from_stored=from_stored) as shadow:
+            files = compare_trees(tree, shadow, chosen)
+        differing[from_stored] = {file.path.split("/")[2] for file in files if file.tensors}
+    assert differing == {False: {"capture", "decide"}, True: {"capture"}}
 
 
 def test_a_shadow_is_gone_afterwards(tree: Tree) -> None:
