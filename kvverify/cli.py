@@ -7,10 +7,8 @@ Exit codes mean one thing each: 0 ok, 1 conformance failure, 2 interrupted, 3 in
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 from collections.abc import Sequence
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +18,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from kvverify import budget, commands, scaffold
+from kvverify.entry import FAILED, INTERNAL, OK, USAGE, run
 from kvverify.gate import PROFILES, Session, check_claim, open_session, reproduce, self_check
 from kvverify.golden.commands import app as golden_app
-from kvverify.harness import Violation
 from kvverify.matrix import Row, matrix
 from kvverify.operator import POLICIES, Operator, registry
 from kvverify.report import (
@@ -36,14 +34,10 @@ from kvverify.report import (
     write_reports,
 )
 from kvverify.rules import table
-from kvverify.search import SuiteError
 from kvverify.target import UsageError
 from kvverify.verdicts import Verdict, versions
 
 __all__ = ["app", "main"]
-
-OK, FAILED, INTERRUPTED, INTERNAL, USAGE, NOTHING_TESTED = range(6)
-CLICK_INTERRUPTED = 130
 
 app = typer.Typer(
     help="The executable specification of KV-cache policies, and a gate for the kernels that implement them.",
@@ -212,36 +206,7 @@ scaffold.register(app)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every error is one line on stderr and one exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a console that cannot show a check mark still gets its verdict
-    try:
-        # Without standalone mode, click returns the code of a typer.Exit instead of raising it.
-        code = app(args=None if arguments is None else list(arguments), standalone_mode=False) or OK
-        if code == CLICK_INTERRUPTED:
-            code = _complain("interrupted", INTERRUPTED)
-    except UsageError as error:
-        code = _complain(str(error), error.exit_code)
-    except Violation as violation:
-        lines = [f"✘ {violation.kind}: {violation}", *([violation.budget] if violation.budget else [])]
-        code = _complain("\n  ".join(lines), FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _complain("interrupted", INTERRUPTED)
-    except SuiteError as error:
-        code = _complain(f"the suite itself failed: {error}", INTERNAL)
-    except ImportError as error:  # an extra that is not installed: the message names it
-        code = _complain(str(error), USAGE)
-    except Exception as error:
-        if hasattr(error, "format_message"):
-            code = _complain(error.format_message(), USAGE)
-        else:
-            code = _complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}", INTERNAL)
-    sys.exit(code)
-
-
-def _complain(text: str, code: int) -> int:
-    print(f"kvverify: {text}", file=sys.stderr)
-    return code
+    run(app, arguments)
 
 
 if __name__ == "__main__":

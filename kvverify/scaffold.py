@@ -64,9 +64,14 @@ def init(
         raise UsageError(f"--file {file} exists, expected a new file: nothing is overwritten")
     if not file.parent.is_dir():
         raise UsageError(f"--file {file} is in no folder that exists, expected an existing one")
+    if file.suffix != ".py":
+        raise UsageError(f"--file {file} is no Python file, expected a name such as test_my_kernels.py")
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, file)
+    try:
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise UsageError(f"--file {file} cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {file}: run `pytest {file}`, then put your kernels in")
 
 

@@ -34,7 +34,8 @@ from kvverify.geodesia.decoding import Policy
 from kvverify.geodesia.pool import PagePool
 from kvverify.geodesia.reconstructed import GradedCache
 from kvverify.models.loading import SMOLLM2_SHA256, load_smollm2, load_text, text_names
-from kvverify.models.serving import Scores, score, serving
+from kvverify.models.scoring import Scores, score
+from kvverify.models.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@ a chunk served by this loop equals its tokens served one by one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +47,29 @@ class Policy:
     residual_fraction: float = 0.0
     residual_form: Literal["paper", "pooled"] = "paper"
     page_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("sinks", 0), ("window", 0), ("observed", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}, expected a number of tokens of at least {least}")
+        for name in ("budget", "scale"):
+            _check_number(name, getattr(self, name), above_zero=True)
+        for name in ("decay", "residual_fraction"):
+            _check_number(name, getattr(self, name), most=1)
+        if self.page_fraction is not None:
+            _check_number("page_fraction", self.page_fraction, above_zero=True, most=1)
+        for name, known in (("allocator", _ALLOCATORS), ("residual_form", _RESIDUALS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
+
+
+def _check_number(name: str, value: object, *, above_zero: bool = False, most: float = math.inf) -> None:
+    """Refuse what is no finite number from 0, or above it, to `most`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not 0 <= float(value) <= most or (above_zero and not value):  # type: ignore[arg-type]
+        wanted = "above 0" if above_zero else "of at least 0"
+        raise ValueError(f"{name} is {value!r}, expected a number {wanted}{'' if most > 1 else ' and at most 1'}")
 
 
 class Decoder:

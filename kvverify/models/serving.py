@@ -13,15 +13,12 @@ used, every cache knows what it holds.
 
 Positions are always given to the model, never left to it: after an eviction it would count rows. Attention layers are
 numbered in the model's order, and linear-attention layers not counted: they keep their state in `Served.states`.
-
-Teacher forcing: with a prefix of n tokens, token n is the first input and token n + 1 the first target (`score`), so
-m tokens after the prefix make m - 1 calls at Q = 1 and as many targets.
 """
 
 from __future__ import annotations
 
+import collections.abc
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,20 +31,11 @@ from kvverify.models.layer_caches import Consecutive, LayerCache, Row, serve_tok
 from kvverify.models.passing import passing_cache, repeat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-__all__ = ["LayerCache", "Scores", "Served", "attending", "score", "serving"]
+__all__ = ["LayerCache", "Served", "attending", "serving"]
 
 _NAME = "kvverify"
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Per row and target: negative log-likelihood and KL(row 0 || row) of the next token (nats); did argmax hit."""
-
-    nll: Tensor  # [rows, targets]
-    next_token_kl: Tensor  # [rows, targets]
-    correct: Tensor  # [rows, targets]
 
 
 class Served:
@@ -66,7 +54,8 @@ class Served:
         self._begun = begun
         self._prompt: list[_Prompt] | None = None
         self._next: Tensor | None = None  # the most likely next token of each row
-        self._even = True
+        self._over = ""  # why the caches can serve no more
+        self._closed = False
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -75,16 +64,21 @@ class Served:
         Chunks change the order of floating-point sums and nothing else: policies see the whole prompt, at its end.
         Shapes: tokens[n].
         """
+        self.require_open()
         if self._begun:
             raise ValueError("a prompt was already read, expected it to come first")
-        _check_tokens(tokens, shape="[n]", right=tokens.ndim == 1)
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk is {chunk}, expected at least one token a forward")
+        self._check_tokens(tokens, rows=None)
+        if chunk is not None:
+            _check_count("chunk", chunk, "token a forward")
+        with self._whole():
+            return self._prefill(tokens, chunk or len(tokens))
+
+    def _prefill(self, tokens: Tensor, chunk: int) -> Tensor:
         for row in self.rows:
             row.open(len(tokens), generated=False)
         self._prompt = [_Prompt(Exact(scale=layer.scale, window=layer.window)) for layer in self._layers]
         start = 0
-        for part in tokens.split(chunk or len(tokens)):
+        for part in tokens.split(chunk):
             positions = torch.arange(start, start + len(part), device=tokens.device)
             logits = self._forward(part[None], positions[None], last_only=True)
             start += len(part)
@@ -116,9 +110,8 @@ class Served:
         """
         if self._next is None:
             raise ValueError("nothing was read, expected a prompt or a question before the first generated token")
-        self.require_even()
-        if limit < 1:
-            raise ValueError(f"limit is {limit}, expected at least one token")
+        self.require_open()
+        _check_count("limit", limit, "token")
         answers: list[list[int]] = [[] for _ in self.rows]
         going = [True] * len(self.rows)
         for turn in range(limit):
@@ -130,28 +123,43 @@ class Served:
                     going[row] = token not in stop
             if not any(going):
                 break
-        self._even = len({len(answer) for answer in answers}) == 1
+        if len({len(answer) for answer in answers}) > 1:
+            self._over = (
+                "answers ended after different numbers of tokens, so the first to end hold some that were not said"
+            )
         return answers
 
-    def require_even(self) -> None:
-        """Raise ValueError where a row was fed on after its answer had ended."""
-        if not self._even:
-            raise ValueError(
-                "answers ended after different numbers of tokens, expected one number to go on: the rows that ended "
-                "first hold tokens that were not said"
-            )
+    def close(self) -> None:
+        """Serve no more: the model attends by itself again."""
+        self._closed = True
+
+    def require_open(self, *, reading: bool = False) -> None:
+        """Raise ValueError where the caches are not what was read and said; unless `reading`, also after the block."""
+        over = self._over or ("" if reading or not self._closed else "the block that served the model has ended")
+        if over:
+            raise ValueError(f"{over}: expected a new one, from the prompt or the sessions as they were")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A forward that fails leaves some layers one step behind others."""
+        try:
+            yield
+        except BaseException:
+            self._over = "a forward failed, so that layers and positions no longer agree"
+            raise
 
     @torch.inference_mode()
     def _serve(self, tokens: Tensor, *, generated: bool) -> Tensor:
         if not self._begun:
             raise ValueError("no prompt was read, expected prefill() before the first token")
-        self.require_even()
+        self.require_open()
+        self._check_tokens(tokens, rows=len(self.rows))
         tokens = tokens.expand(len(self.rows), -1) if tokens.ndim == 1 else tokens
-        _check_tokens(tokens, shape=f"[n] or [{len(self.rows)}, n]", right=len(tokens) == len(self.rows))
-        places = [list(row.open(tokens.shape[1], generated=generated)) for row in self.rows]
-        logits = self._forward(tokens, torch.tensor(places, device=tokens.device), last_only=False)
-        for row in self.rows:
-            row.close()
+        with self._whole():
+            places = [list(row.open(tokens.shape[1], generated=generated)) for row in self.rows]
+            logits = self._forward(tokens, torch.tensor(places, device=tokens.device), last_only=False)
+            for row in self.rows:
+                row.close()
         self._next = logits[:, -1].argmax(-1)
         return logits
 
@@ -183,6 +191,19 @@ class Served:
             out = torch.stack([serve_tokens(row.layers[number], *tensors).to(query.dtype) for row, *tensors in each])
         out = out.flatten(1, 2)
         return (value_of(module, out) if latent else out).transpose(1, 2)
+
+    def _check_tokens(self, tokens: object, *, rows: int | None) -> None:
+        """Refuse what is not tokens[n], or tokens[rows, n], of the model's vocabulary."""
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            found = str(tokens.dtype) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens is of {found}, expected a tensor of int64 token ids")
+        right = tokens.ndim == 1 or (rows is not None and tokens.ndim == 2 and len(tokens) == rows)
+        if not right or not tokens.shape[-1]:
+            wanted = "[n]" if rows is None else f"[n] or [{rows}, n]"
+            raise ValueError(f"tokens has shape {list(tokens.shape)}, expected {wanted} with at least one token")
+        size, largest = self._model.get_input_embeddings().num_embeddings, int(tokens.max())
+        if largest >= size or int(tokens.min()) < 0:
+            raise ValueError(f"tokens holds {largest}, expected ids of a vocabulary of {size}")
 
     def check(self, module: Any, mask: object, options: dict[str, Any]) -> None:
         """Refuse what the caches do not do: padding, and attention that is more than a softmax of scaled products."""
@@ -219,6 +240,9 @@ def serving(model: Any, caches: Sequence[Sequence[LayerCache]], *, observed: int
     Works for decoder models of transformers (5.24 or later) that attend through its attention interface and cache keys
     after rotation, or latents. `observed`: how many last prompt queries the caches are shown.
     """
+    for row in caches:
+        if not isinstance(row, collections.abc.Sequence):
+            raise ValueError(f"caches holds a {type(row).__name__}, expected a list of layer caches for each row")
     with attending(model, [Consecutive(row) for row in caches], observed=observed) as served:
         yield served
 
@@ -234,6 +258,8 @@ def attending(
 ) -> Iterator[Served]:
     """Serve `rows`, as `serving` does; `begun`: their caches hold a prompt, after which `states` stand."""
     layers = len(attention_layers(model))
+    if not rows:
+        raise ValueError("rows is empty, expected at least one sequence to serve")
     lengths = {len(row.layers) for row in rows}
     if lengths != {layers}:
         raise ValueError(f"caches have {sorted(lengths)} layers in a row, expected {layers} in each of at least one")
@@ -245,33 +271,12 @@ def attending(
         repeat(states, len(rows))
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
+    served = Served(model, rows, observed=observed, begun=begun, states=states)
     try:
-        yield Served(model, rows, observed=observed, begun=begun, states=states)
+        yield served
     finally:
+        served.close()
         model.set_attn_implementation(before)
-
-
-def score(forward: Callable[[Tensor], Tensor], tokens: Tensor, *, prefix: int, chunk: int = 1) -> Scores:
-    """Score tokens prefix+1 .. of a text by teacher forcing, `chunk` inputs a call, after the prefix was read.
-
-    `forward(tokens[n]) -> logits[rows, n, vocab]`, the logits after each token. nll = -log p(target).
-
-    Shapes: tokens[n] -> Scores of n - prefix - 1 targets.
-    """
-    targets = len(tokens) - prefix - 1
-    if prefix < 1 or targets < 1:
-        raise ValueError(f"prefix is {prefix}, expected 1 to {len(tokens) - 2}, to leave an input and a target")
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}, expected at least one token a call")
-    inputs, wanted = tokens[prefix:-1], tokens[prefix + 1 :]
-    parts = []
-    for start in range(0, targets, chunk):
-        logp = forward(inputs[start : start + chunk]).double().log_softmax(-1)
-        now = wanted[start : start + chunk]
-        nll = -logp.gather(2, now.expand(len(logp), -1)[..., None])[..., 0]
-        kl = (logp[:1].exp() * (logp[:1] - logp)).sum(-1)
-        parts.append((nll, kl, logp.argmax(-1) == now))
-    return Scores(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
 
 
 def _attend(
@@ -285,6 +290,6 @@ def _no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> 
     return attention_mask  # the user's own, for `Served.check` to refuse
 
 
-def _check_tokens(tokens: Tensor, *, shape: str, right: bool) -> None:
-    if not right or tokens.ndim > 2 or not tokens.shape[-1]:
-        raise ValueError(f"tokens has shape {list(tokens.shape)}, expected {shape} with at least one token")
+def _check_count(name: str, value: object, what: str) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}, expected at least one {what}")

@@ -61,6 +61,11 @@ class VestigeSettings:
     width: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.eviction, EvictionPolicy):
+            raise ValueError(f"eviction is {self.eviction!r}: expected an EvictionPolicy")
+        for name in ("gate", "fetch"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected True or False")
         require_count("rank", self.rank, minimum=1)
         require_real("recall", self.recall, minimum=0.0, maximum=1.0)
         require_count("window", self.window, minimum=1)
@@ -230,7 +235,9 @@ def vestige_caches(model: Any, settings: VestigeSettings, *, allow_rotary: bool 
             raise ValueError(f"model: {name} caches keys and values: expected latent attention (MLA)")
         rotary_dims = probe(model, layer=layer.index).rotary_dims
         if rotary_dims and not allow_rotary:
-            raise ValueError(f"model: {name} rotates {rotary_dims} dims of its branch: expected none, or allow_rotary")
+            raise ValueError(
+                f"model: {name} rotates {rotary_dims} dims of its branch: expected none, or allow_rotary=True"
+            )
         require_count("rank", settings.rank, maximum=model.config.kv_lora_rank)
         caches.append(VestigeCache(settings, scale=layer.scale, branch=model.config.qk_rope_head_dim))
     return caches

@@ -38,5 +38,7 @@ def test_a_file_is_never_overwritten_and_an_unknown_policy_is_named(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
     with pytest.raises(UsageError, match=r"nowhere/x\.py is in no folder that exists"):
         init("relay", tmp_path / "nowhere" / "x.py")
+    with pytest.raises(UsageError, match=r"mine\.txt is no Python file"):
+        init("relay", tmp_path / "mine.txt")
     with pytest.raises(UsageError, match="policy 'mine' is unknown: expected one of"):
         init("mine", None)

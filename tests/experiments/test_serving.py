@@ -9,7 +9,8 @@ from kvverify.geodesia.decoding import Policy
 from kvverify.geodesia.pool import PagePool
 from kvverify.geodesia.reconstructed import GradedCache
 from kvverify.models.loading import load_smollm2, load_text
-from kvverify.models.serving import score, serving
+from kvverify.models.scoring import score
+from kvverify.models.serving import serving
 
 VOCAB = 11
 

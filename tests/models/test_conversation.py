@@ -209,6 +209,71 @@ def test_rows_of_a_question_are_those_of_the_text_that_ends_with_it(name):
     assert torch.equal(history.rows(5, layer=1), history.rows(5)[1])
 
 
+def test_after_its_block_a_conversation_can_be_read_and_not_continued():
+    net, tokens = model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    with conversing(net, [history.session().relocate()]) as talk:
+        talk.ask(tokens[LENGTH:])
+    assert talk.sessions[0].rows == LENGTH + QUESTION
+    for go_on in (lambda: talk.ask(tokens[:2]), lambda: talk.generate(2)):
+        with pytest.raises(ValueError, match="the block that served the model has ended: expected a new one"):
+            go_on()
+
+
+def test_a_forward_that_fails_ends_a_conversation(monkeypatch):
+    net, tokens = seeded_model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, tokens[:LENGTH])
+    with conversing(net, [history.session().relocate()]) as talk:
+        monkeypatch.setattr(net.lm_head, "forward", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            talk.ask(tokens[LENGTH:])
+        monkeypatch.undo()
+        for go_on in (lambda: talk.ask(tokens[LENGTH:]), lambda: talk.sessions):
+            with pytest.raises(ValueError, match="a forward failed, so that layers and positions no longer agree"):
+                go_on()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2], "tokens is of list, expected a tensor of int64 token ids"),
+        (torch.ones(3), r"tokens is of torch\.float32, expected a tensor of int64"),
+        (torch.tensor(3), r"tokens has shape \[\], expected \[n\] or \[1, n\] with at least one token"),
+        (torch.tensor([], dtype=torch.int64), r"tokens has shape \[0\], expected"),
+        (torch.tensor([3, 500]), "tokens holds 500, expected ids of a vocabulary of 97"),
+    ],
+)
+def test_bad_tokens_are_named_and_leave_the_conversation_as_it_was(tokens, message):
+    net, right = model("llama"), text("llama", LENGTH + QUESTION)
+    history = read_history(net, right[:LENGTH])
+    session = history.session().relocate()
+    fresh, _ = asked(net, history, [session], right[LENGTH:])
+    with conversing(net, [session]) as talk:
+        with pytest.raises(ValueError, match=message):
+            talk.ask(tokens)
+        assert torch.equal(talk.ask(right[LENGTH:]), fresh)
+
+
+def test_sessions_of_another_model_and_no_sessions_are_named():
+    history = read_history(model("llama"), text("llama", LENGTH))
+    session = history.session().relocate()
+    for net, sessions, message in (
+        (model("llama"), session, "sessions: got RelaySession of RelaySession, expected a list of sessions"),
+        (model("llama"), [], "rows is empty, expected at least one sequence to serve"),
+        (model("gemma3"), [session], "one has 2 layers, expected 4, those of the model"),
+        (model("deepseek_v3"), [session], r"one has heads and dims \[2, 16\], expected \[1, 40\], those of the model"),
+    ):
+        with pytest.raises(ValueError, match=message), conversing(net, sessions) as talk:
+            talk.ask(torch.tensor([1]))
+    with pytest.raises(ValueError, match="selection is a str, expected a Selection or None"):
+        history.session("snapkv")
+    with pytest.raises(ValueError, match="layer is 9, expected 0 to 1, an attention layer"):
+        history.rows(layer=9)
+    flat = exact_caches(model("llama"))
+    with pytest.raises(ValueError, match="caches holds a Exact, expected a list"), serving(model("llama"), flat):
+        pass
+
+
 def test_answers_of_different_lengths_end_a_conversation():
     net, tokens = model("llama"), text("llama", LENGTH + QUESTION)
     history = read_history(net, tokens[:LENGTH])

@@ -81,3 +81,24 @@ def test_fewer_bits_of_budget_are_fewer_bits_in_the_buffers():
 def test_latents_are_refused(name):
     with pytest.raises(ValueError, match=r"layer \d caches latents, expected keys and values of their own"):
         geodesia_caches(model(name), budget=4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": -3}, "sinks is -3, expected a number of tokens of at least 0"),
+        ({"window": 2.5}, "window is 2.5, expected a number of tokens of at least 0"),
+        ({"observed": 0}, "observed is 0, expected a number of tokens of at least 1"),
+        ({"budget": -1}, "budget is -1, expected a number above 0"),
+        ({"budget": float("nan")}, "budget is nan, expected a number above 0"),
+        ({"budget": "4.5"}, "budget is '4.5', expected a number above 0"),
+        ({"decay": 5.0}, "decay is 5.0, expected a number of at least 0 and at most 1"),
+        ({"residual_fraction": 2.0}, "residual_fraction is 2.0, expected a number of at least 0 and at most 1"),
+        ({"page_fraction": 0.0}, "page_fraction is 0.0, expected a number above 0 and at most 1"),
+        ({"allocator": "greedy"}, "allocator is 'greedy', expected one of budget, hull"),
+        ({"residual_form": "x"}, "residual_form is 'x', expected one of paper, pooled"),
+    ],
+)
+def test_settings_that_make_no_policy_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        geodesia_caches(model("llama"), **{"budget": 5.0, "block": 8, "group": 8} | options)

@@ -13,8 +13,9 @@ from kvverify.models import needles
 from kvverify.models.attention_layers import attention_layers
 from kvverify.models.exact import Exact
 from kvverify.models.needles import haystacks, question_token, value_token
+from kvverify.models.scoring import score
 from kvverify.models.seeded import seeded_model
-from kvverify.models.serving import score, serving
+from kvverify.models.serving import serving
 from kvverify.models.vestige_cache import Read, VestigeCache, VestigeSettings, vestige_caches
 from kvverify.vestige.index import index, provisional_basis
 from kvverify.vestige.partition import EvictionPolicy, Partition, append, archived
@@ -277,7 +278,9 @@ def test_what_the_policy_cannot_serve_is_refused_in_one_line() -> None:
         ValueError, match=r"^model: layer 0 of LlamaForCausalLM caches keys and values: expected latent"
     ):
         vestige_caches(seeded_model("llama"), settings)
-    message = r"^model: layer 0 of DeepseekV3ForCausalLM rotates 8 dims of its branch: expected none, or allow_rotary$"
+    message = (
+        r"^model: layer 0 of DeepseekV3ForCausalLM rotates 8 dims of its branch: expected none, or allow_rotary=True$"
+    )
     with pytest.raises(ValueError, match=message):
         vestige_caches(seeded_model("deepseek_v3"), settings)
     with pytest.raises(ValueError, match=r"^rank is 33: expected 0 to 32$"):
