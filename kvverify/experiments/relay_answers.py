@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Settings:
                 raise ValueError(f"{name} holds {unknown!r}, expected names of {', '.join(known)}")
         for share in [share for share in self.retentions if not 0 < share < 1][:1]:
             raise ValueError(f"retentions holds {share}, expected shares of the history between 0 and 1")
+        try:
+            self.prompt.format(question="", stem="")
+        except (ValueError, LookupError, AttributeError) as error:
+            raise ValueError(f"prompt is {self.prompt!r}, expected no fields but {{question}} and {{stem}}") from error
 
     @property
     def record(self) -> dict[str, Any]:
@@ -124,8 +129,8 @@ def run_record(reader: Reader, settings: Settings, record: MemoryRecord) -> dict
 
 def _run_question(reader: Reader, settings: Settings, observed: Observed, question: MemoryQuestion) -> dict[str, Any]:
     history = observed.history
-    prompt = build_prompt(reader.encode, question)
-    evidence = torch.cat([torch.arange(unit.start, unit.stop) for unit in question.evidence])
+    prompt = build_prompt(reader.encode, question, settings.prompt)
+    evidence = question.evidence_positions(history.tokens.device)
     asked = list(settings.selectors) + ["finch"] * settings.finch
     cells = []
     for share in settings.retentions:
@@ -167,7 +172,8 @@ def _rows(names: Sequence[str], answers: Sequence[str], nll: Sequence[float]) ->
 def run(reader: Reader, settings: Settings, numbers: Sequence[int], folder: Path) -> Iterator[tuple[int, bool]]:
     """Answer the records of these numbers into `folder`; yield each number, and whether it was there already.
 
-    ValueError if a file of other settings or another history is there: two runs cannot share a folder.
+    ValueError if a file of other settings, another history, other questions or other seeds is there: two runs cannot
+    share a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
@@ -206,6 +212,21 @@ def _check_same(path: Path, settings: Settings, record: MemoryRecord) -> None:
             )
     if found["tokens_sha256"] != sha256_of(record.tokens):
         raise ValueError(f"{path.name} is of another history {record.number}, expected the one built now")
+    stored = [(question["question"], question["reference"]) for question in found["questions"]]
+    for place, pair in enumerate(zip_longest(stored, [(asked.text, asked.answer) for asked in record.questions])):
+        if pair[0] != pair[1]:
+            raise ValueError(
+                f"{path.name} has as question {place} and reference {pair[0]!r}, expected {pair[1]!r}, "
+                "the one built now"
+            )
+    seeds = [f"random {seed}" for seed in range(RANDOM_SEEDS)]
+    for cell in (cell for question in found["questions"] for cell in question["cells"]):
+        drawn = [name for name in cell["plans"] if name.startswith("random")]
+        if cell["selector"] != "finch" and "random" in settings.plans and drawn != seeds:
+            raise ValueError(
+                f"{path.name} has of plan random at {cell['selector']} {cell['retention']} the seeds {drawn}, "
+                f"expected {seeds}"
+            )
 
 
 def _as_json(found: Mapping[str, Any]) -> str:

@@ -8,7 +8,8 @@ At the last question token, and at the first answer token when it is forced, for
     norm     the real forward: sum over the evidence of a_j ||v_j||
 
 Means over query heads, then over the early, middle and late third of the layers. A head that keeps no evidence, or
-nothing else, has no margin. Only what the plan changes differs: states, values and question are the same.
+nothing else, has no margin; a cache with a layer without any margin is left out (`readable`). Only what the plan
+changes differs: states, values and question are the same.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "bands",
     "margins",
     "read",
+    "readable",
     "run",
     "views",
 ]
@@ -86,6 +88,16 @@ def bands(values: Tensor) -> list[float]:
     return [float(values[start:stop].nanmean()) for start, stop in pairwise(ends)]
 
 
+def readable(source: Tensor, evidence: Tensor) -> bool:
+    """Whether in every layer some KV head keeps evidence and something else, so that every layer has a margin.
+
+    source: int64[layers, kv, slots], -1 where empty. evidence: int64[tokens], source positions.
+    """
+    gold = torch.isin(source, evidence)
+    others = ~gold & (source >= 0)
+    return bool((gold.any(2) & others.any(2)).any(1).all())
+
+
 def read(
     reader: Reader, history: History, sessions: Mapping[str, RelaySession], prompt: Prompt, evidence: Tensor
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -114,7 +126,7 @@ def read(
 def run(
     reader: Reader, numbers: Sequence[int], *, selectors: Sequence[str], retention: float, tokens: int
 ) -> list[dict[str, Any]]:
-    """Read the evidence of every question whose cache holds some of it: one entry per question and selector."""
+    """Read the evidence of every question whose cache is `readable`: one entry per question and selector."""
     found = []
     for number in numbers:
         record = build_record(reader.encode, reader.texts, number, limit=tokens)
@@ -122,13 +134,14 @@ def run(
         observed = Observed(record, history)
         for question in record.questions:
             prompt = build_prompt(reader.encode, question)
-            evidence = torch.cat([torch.arange(unit.start, unit.stop) for unit in question.evidence])
+            evidence = question.evidence_positions(history.tokens.device)
             for name in selectors:
                 budget = budget_from_share(retention, history.length)
                 selection, scores = select(name, observed, question.text, budget)
                 entry: dict[str, Any] = {"history": number, "name": question.name, "selector": name, "read": None}
-                if bool(torch.isin(selection.positions, evidence).flatten(1).any(1).all()):
-                    sessions = planned(history.session(selection), scores, EVIDENCE_PLANS)
+                session = history.session(selection)
+                if readable(session.retained.source, evidence):
+                    sessions = planned(session, scores, EVIDENCE_PLANS)
                     entry["read"] = _rounded(read(reader, history, sessions, prompt, evidence))
                 found.append(entry)
     return found
@@ -155,7 +168,7 @@ def _view(measure: str, entries: Sequence[Mapping[str, Any]], settings: Mapping[
                     if plan != "original" and len(set(clusters)) > 1:
                         interval = paired_mean_difference(differences, clusters).interval
                         low, high = round(interval.low, 5), round(interval.high, 5)
-                    share = measure == "share" and plan == "relay" and moment == "question"
+                    published = (measure, plan, moment, selector) == ("share", "relay", "question", "bm25")
                     rows.append(
                         (
                             f"{moment}, {band}",
@@ -164,7 +177,7 @@ def _view(measure: str, entries: Sequence[Mapping[str, Any]], settings: Mapping[
                             None if plan == "original" else round(sum(differences) / len(differences), 5),
                             low,
                             high,
-                            PUBLISHED_SHARE[band] if share else None,
+                            PUBLISHED_SHARE[band] if published else None,
                             len(held),
                         )
                     )
@@ -175,7 +188,7 @@ def _view(measure: str, entries: Sequence[Mapping[str, Any]], settings: Mapping[
     }
     columns = ("at", "cache", "value", "difference", "low", "high", "published", "questions")
     left_out = sum(entry["read"] is None for entry in entries)
-    notes = (f"{left_out} of {len(entries)} caches hold no evidence in some layer and are left out.",)
+    notes = (f"{left_out} of {len(entries)} caches hold no evidence, or nothing else, in some layer and are left out.",)
     return Result(titles[measure], columns, tuple(rows), Chart("at", "value", "cache"), settings, notes)
 
 
@@ -219,7 +232,7 @@ def _replay(
     found = []
     for i, layer in enumerate(history.layers):
         rows = queries[i].flatten(0, 1)
-        old, new = (torch.full((len(rows),), one.next_position - 1) for one in (original, session))
+        old, new = (torch.full((len(rows),), one.next_position - 1, device=rows.device) for one in (original, session))
         query = relocate_positions(rows, old, new, session.tables[i]).view_as(queries[i])
         keys, valid = session.keys[i][:, slots], session.retained.valid[i]
         found.append(margins(query, keys, gold[i], valid, layer.scale))

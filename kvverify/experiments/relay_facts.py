@@ -8,7 +8,9 @@ Four kinds of question, after the kinds of memory that RoPERelay is judged on:
     cross       two sentences of different sessions have to be joined
 
 A value is drawn from a list of at least a dozen, independently of the person, so a reader without the history can do no
-better than chance: below 1 in 11, and 1 in 2 for which came first. Every person has one attribute of one kind.
+better than chance: below 1 in 11 for a value of a list, 1 in 2 for which came first, and 1 in 6 for a month, because
+the later of two events is asked for (with six sessions it is in December with probability 1/6). Every person has one
+attribute of one kind.
 """
 
 from __future__ import annotations

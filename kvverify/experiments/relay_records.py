@@ -42,6 +42,10 @@ class MemoryQuestion:
     answer: str
     evidence: tuple[HistoryUnit, ...]
 
+    def evidence_positions(self, device: torch.device) -> Tensor:
+        """List the positions of all tokens of the evidence, int64[tokens] on `device`."""
+        return torch.cat([torch.arange(unit.start, unit.stop, device=device) for unit in self.evidence])
+
 
 @dataclass(frozen=True, eq=False)
 class MemoryRecord:
@@ -122,7 +126,7 @@ def build_record(
 
 
 def _dates(generator: random.Random, sessions: int) -> list[str]:
-    """Draw rising dates, each in a month of its own while there are enough months."""
+    """Draw rising dates, each in a month of its own; ValueError for more sessions than there are months."""
     days = 28
     if sessions > len(MONTHS):
         raise ValueError(f"sessions is {sessions}, expected at most {len(MONTHS)}, a month for each")

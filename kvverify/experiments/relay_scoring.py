@@ -39,9 +39,12 @@ class Prompt:
     answer: Tensor
 
 
-def build_prompt(encode: Callable[[str], list[int]], question: MemoryQuestion) -> Prompt:
-    """Tokenize a question and its answer; the answer begins with the blank that follows the stem."""
-    text = PROMPT.format(question=question.text, stem=question.stem)
+def build_prompt(encode: Callable[[str], list[int]], question: MemoryQuestion, template: str = PROMPT) -> Prompt:
+    """Tokenize a question and its answer; the answer begins with the blank that follows the stem.
+
+    template: what is asked, with the fields {question} and {stem}.
+    """
+    text = template.format(question=question.text, stem=question.stem)
     return Prompt(torch.tensor(encode(text)), torch.tensor(encode(" " + question.answer)))
 
 

@@ -1,8 +1,9 @@
 """What each selector keeps of a history that a model has read, and how relevant it finds every kept state.
 
 The attention selectors compress the history without the question: the last 32 tokens observe, all tokens for H2O. BM25
-retrieves by the words of the question. FINCH is the published competitor that reassigns positions: it is scored by the
-question's own attention, and its coordinates are compact.
+retrieves by the words of the question alone. FINCH is the published competitor that reassigns positions: it is scored
+by the attention of the whole prompt, which is the question and the stem of its answer, and its coordinates are compact.
+FINCH so reads more than BM25 does: the stem is close in wording to the statement that has the answer.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ def select(name: str, observed: Observed, question: str, budget: int) -> Chosen:
 def finch_selection(model: Any, history: History, question: Tensor, budget: int) -> Selection:
     """Keep the `budget` states of the history that question[q] attends to most, per layer and KV head (FINCH).
 
-    FINCH reads history and question as one context and keeps the question too; the question is asked again here, after
-    the history, so its own states are taken out of the selection.
+    question: the tokens of the prompt, question and stem. FINCH reads history and question as one context and keeps
+    the question too; the question is asked again here, after the history, so its own states are taken out of the
+    selection.
     """
     rows = history.question_rows(model, question)
     kept = finch(rows, budget=budget + len(question), kv_heads=history.kv_heads, window=len(question))

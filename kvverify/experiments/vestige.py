@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 import typer
 
+from kvverify.entry import run
 from kvverify.experiments.results import Result, table, write
 from kvverify.experiments.vestige_anatomy import arkvale_digests, branch_anatomy, mergeable_rows
 from kvverify.experiments.vestige_continuation import continuation_loss, streaming_path
@@ -65,4 +66,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    run(app, name="python -m kvverify.experiments.vestige", usage=(ValueError, OSError))

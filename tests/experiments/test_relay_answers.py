@@ -9,9 +9,8 @@ from relay_cases import TEXTS, encode, stored_history, tiny_reader
 from typer.testing import CliRunner
 
 from kvverify.experiments import relay
-from kvverify.experiments.relay_answers import RANDOM_SEEDS, Settings, answer, planned, read_results, run
+from kvverify.experiments.relay_answers import RANDOM_SEEDS, Settings, answer, planned, read_results, run, run_record
 from kvverify.experiments.relay_records import build_record
-from kvverify.experiments.relay_report import charts, difference, markdown, scores
 from kvverify.experiments.relay_scoring import build_prompt
 from kvverify.experiments.relay_selection import SELECTORS, Observed, evidence_kept, finch_selection, select
 from kvverify.models.conversation import read_history
@@ -196,6 +195,62 @@ def test_a_folder_of_other_settings_or_of_another_history_is_refused(reader, sma
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda found: found["questions"][2].update(question="Who?"),
+            r"has as question 2 and reference \('Who\?', '.*'\), expected \(.*\), the one built now$",
+        ),
+        (
+            lambda found: found["questions"][1].update(reference="nobody"),
+            r"has as question 1 and reference \(.*, 'nobody'\), expected \(.*\), the one built now$",
+        ),
+        (
+            lambda found: found["questions"].pop(),
+            r"has as question 3 and reference None, expected \(.*\), the one built now$",
+        ),
+        (
+            lambda found: found["questions"][3]["cells"][2]["plans"].pop("random 4"),
+            r"has of plan random at bm25 0\.1 the seeds \['random 0', .* 'random 3'\], expected \[.* 'random 4'\]$",
+        ),
+    ],
+    ids=["question", "reference", "count", "seeds"],
+)
+def test_a_file_with_other_questions_references_or_seeds_is_not_gone_on_from(
+    reader, small, folder, tmp_path, change, message
+):
+    found = json.loads((folder / "history_000.json").read_text())
+    change(found)
+    (tmp_path / "history_000.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"^history_000\.json " + message):
+        list(run(reader, small, range(1), tmp_path))
+
+
+def test_the_prompt_that_is_asked_is_that_of_the_settings(reader, observed):
+    read = []
+
+    def remembering(text):
+        read.append(text)
+        return encode(text)
+
+    settings = Settings(
+        selectors=("bm25",),
+        retentions=(0.1,),
+        plans=("original",),
+        finch=False,
+        tokens=LIMIT,
+        prompt="{question}? {stem}",
+    )
+    found = run_record(replace(reader, encode=remembering), settings, observed.record)
+    assert found["settings"]["prompt"] == "{question}? {stem}"
+    asked = [f"{question.text}? {question.stem}" for question in observed.record.questions]
+    assert [text for text in read if "?" in text] == asked
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "Tell {me}"}, r"^prompt is 'Tell \{me\}', expected no fields but \{question\} and \{stem\}$"),
+        ({"prompt": "{question"}, r"^prompt is '\{question', expected no fields but \{question\} and \{stem\}$"),
+        ({"prompt": "{}"}, r"^prompt is '\{\}', expected no fields but \{question\} and \{stem\}$"),
         ({"plans": ("relay", "sideways")}, r"^plans holds 'sideways', expected names of original, relay, "),
         ({"selectors": ("best",)}, r"^selectors holds 'best', expected names of bm25, "),
         ({"retentions": (0.1, 1.0)}, r"^retentions holds 1\.0, expected shares of the history between 0 and 1$"),
@@ -206,21 +261,6 @@ def test_settings_that_mean_nothing_are_refused(change, message):
         Settings(**change)
 
 
-def test_the_table_command_rebuilds_tables_and_plots_from_stored_answers_alone(folder, tmp_path):
-    for path in folder.glob("history_*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    done = CliRunner().invoke(relay.app, ["table", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("SmolLM2-135M-Instruct, 2 histories of at most 1300 tokens, 8 questions per cell")
-    written = {path.name for path in tmp_path.iterdir()} - {path.name for path in folder.iterdir()}
-    assert written == {
-        "table.md",
-        *(f"answers_{name}.{kind}" for name in ("relay", "plans") for kind in ("json", "svg")),
-    }
-    with pytest.raises(ValueError, match=r"holds no results, expected history_\*\.json"):
-        relay.stored_tables(tmp_path / "nowhere")
-
-
 def test_histories_of_different_settings_do_not_share_a_table(tmp_path):
     for number in range(2):
         history = stored_history(number, {"original": ["x", 1.0]}, settings={"tokens": number})
@@ -229,59 +269,6 @@ def test_histories_of_different_settings_do_not_share_a_table(tmp_path):
         read_results(tmp_path)
     with pytest.raises(ValueError, match=r"holds no history_\*\.json, expected at least one$"):
         read_results(tmp_path / "nowhere")
-
-
-def plans_of(original, relay, *random):
-    seeds = {f"random {seed}": one for seed, one in enumerate(random)}
-    return {"original": original, "relay": relay, **seeds}
-
-
-def test_random_is_averaged_over_its_seeds_before_anything_else():
-    plans = plans_of(["milk", 3.0], ["cocoa", 1.0], ["cocoa", 1.0], ["milk", 2.0])
-    found = {one.plan: one for one in scores([stored_history(0, plans, kinds=("fact",))])}
-    assert list(found) == ["original", "relay", "random", "full"]
-    assert (found["random"].exact, found["random"].f1, found["random"].nll) == (0.5, 0.5, 1.5)
-    assert (found["original"].exact, found["relay"].exact, found["full"].nll) == (0, 1, 0.5)
-
-
-def test_a_difference_is_plan_minus_original_and_its_clusters_are_the_histories():
-    histories = [
-        stored_history(0, plans_of(["milk", 3.0], ["cocoa", 1.0])),
-        stored_history(1, plans_of(["milk", 3.0], ["milk", 4.0])),
-    ]
-    found = scores(histories)
-    assert difference(found, "relay", "exact") == (0.5, 0.0, 1.0)
-    assert difference(found, "relay", "nll") == (-0.5, -2.0, 1.0)
-    assert difference([one for one in found if one.history == 0], "relay", "nll") == (-2.0, None, None)
-    with pytest.raises(ValueError, match=r"^plan is 'score', expected one that was scored$"):
-        difference(found, "score", "nll")
-
-
-def test_the_relay_table_counts_settings_that_improve_and_those_that_do_not():
-    better, worse = plans_of(["milk", 3.0], ["cocoa", 1.0]), plans_of(["cocoa", 1.0], ["milk", 3.0])
-    histories = [stored_history(number, better, kinds=("fact", "update", "temporal", "cross")) for number in range(2)]
-    for history in histories:
-        for question in history["questions"]:
-            question["cells"].append({**question["cells"][0], "selector": "h2o", "plans": worse})
-            question["cells"].append({**question["cells"][0], "selector": "cam", "plans": better})
-            question["cells"].append({**question["cells"][0], "selector": "finch", "plans": worse})
-    text = markdown(histories)
-    assert (
-        "Of 3 settings without finch relay is better in 2 and worse in 1 by EM, better in 2 and worse in 1 by F1, "
-        "better in 2 and worse in 1 by NLL" in text
-    )
-    assert "| bm25 | 10 % | 50 % | 0.0 | 100.0 | +100.0 [+100.0, +100.0] |" in text
-    assert (
-        "Without cam, relay - original: EM +0.0 [+0.0, +0.0], F1 +0.0 [+0.0, +0.0], NLL +0.00 [+0.00, +0.00]." in text
-    )
-    assert "| h2o | 10 % | 50 % | 100.0 | 0.0 | -100.0 [-100.0, -100.0] |" in text
-    assert (
-        "| relay | 66.7 | +33.3 [+33.3, +33.3] | 66.7 | +33.3 [+33.3, +33.3] | 1.67 | -0.67 [-0.67, -0.67] | 36.2 |"
-        in text
-    )
-    assert "| relay | 100.0 | +100.0 [+100.0, +100.0] |" in text.partition("bm25 at 10 %")[2]
-    assert "| cross | 100.0 | 33.3 | 66.7 | +33.3 [+33.3, +33.3] | 2.33 | 1.67 | -0.67 [-0.67, -0.67] |" in text
-    assert charts(histories)["answers_relay"].rows[0] == ("bm25", "10 %", -2.0, -2.0, -2.0)
 
 
 @pytest.mark.slow

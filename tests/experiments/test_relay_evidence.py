@@ -1,14 +1,12 @@
 """How evidence is read, and what a request costs: the measures by hand, against the plain model, and by shape."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from relay_cases import TEXTS, encode, tiny_reader
-from typer.testing import CliRunner
 
-from kvverify.experiments import relay, relay_evidence, relay_overhead
+from kvverify.experiments import relay, relay_evidence
 from kvverify.experiments.relay_answers import planned
 from kvverify.experiments.relay_evidence import (
     BANDS,
@@ -19,9 +17,9 @@ from kvverify.experiments.relay_evidence import (
     bands,
     margins,
     read,
+    readable,
     views,
 )
-from kvverify.experiments.relay_overhead import logical_bytes, overhead, physical_bytes
 from kvverify.experiments.relay_records import build_record
 from kvverify.experiments.relay_scoring import build_prompt
 from kvverify.experiments.relay_selection import SELECTORS, Observed
@@ -166,65 +164,40 @@ def test_the_view_shows_differences_beside_the_published_ones_and_counts_what_wa
         ("question, early", "bm25 half_gap", 1.0, 0.0, 0.0, 0.0, None, 2),
     )
     assert len(share.rows) == len(MOMENTS) * len(BANDS) * len(EVIDENCE_PLANS)
-    assert share.notes == ("1 of 3 caches hold no evidence in some layer and are left out.",)
+    assert share.notes == ("1 of 3 caches hold no evidence, or nothing else, in some layer and are left out.",)
     assert set(found["evidence_norm"].column("published")) == {None}
 
 
-def test_the_overhead_is_the_geometric_mean_of_ratios_of_medians():
-    times = [
-        {"original": [1.0, 9.0, 2.0], "relay": [4.0, 100.0, 0.0]},  # 4 / 2
-        {"original": [8.0, 8.0, 8.0], "relay": [1.0, 1.0, 9.0]},  # 1 / 8
-    ]
-    assert overhead(times) == pytest.approx((2 / 8) ** 0.5 - 1)
-    with pytest.raises(ValueError, match=r"^times is empty, expected at least one question$"):
-        overhead([])
+def test_the_published_gain_stands_beside_bm25_alone():
+    rows = views([entry(0, [2.0, 1.0, 0.0], selector=name) for name in ("bm25", "snapkv")], {})["evidence_share"].rows
+    published = [(row[0], row[1]) for row in rows if row[6] is not None]
+    assert published == [(f"question, {band}", "bm25 relay") for band in BANDS]
 
 
-def test_physical_bytes_count_a_storage_once_and_whole():
-    base = torch.zeros(10, dtype=torch.float32)
-    assert physical_bytes([base[:2], base[5:], base.view(2, 5)]) == 40
-    assert physical_bytes([base, base.clone()]) == 80
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ([[[3, 9], [1, 2]], [[9, -1], [3, 9]]], True),
+        ([[[3, 9], [1, 2]], [[1, -1], [2, 9]]], True),
+        ([[[3, 9], [1, 2]], [[9, -1], [8, 9]]], False),  # the second layer has no evidence
+        ([[[3, 9], [1, 2]], [[3, -1], [1, 2]]], False),  # nothing else: an empty slot is no state
+        ([[[3, 9], [1, 2]], [[3, -1], [8, 9]]], False),  # one head has evidence only, the other none
+    ],
+)
+def test_a_cache_is_readable_if_in_every_layer_a_head_has_evidence_and_something_else(source, expected):
+    assert readable(torch.tensor(source), torch.tensor([1, 2, 3])) is expected
 
 
-def test_logical_bytes_are_those_of_the_states_that_are_held(observed):
-    full = observed.history.session()
-    assert logical_bytes(full) == full.keys.nbytes + full.values.nbytes
-    selection, _ = SELECTORS["pyramidkv"](observed, "", 100)
-    session = observed.history.session(selection)
-    assert session.keys.shape[2] > 100
-    assert logical_bytes(session) == 100 * full.keys.shape[0] * full.keys.shape[1] * (8 + 8) * 4
+def test_a_cache_of_bm25_that_holds_nothing_but_evidence_is_left_out(reader, observed):
+    question = observed.record.questions[0]
+    share = (len(question.evidence_positions(torch.device("cpu"))) + 0.5) / observed.history.length
+    entries = relay_evidence.run(reader, [0], selectors=["bm25"], retention=share, tokens=LIMIT)
+    selection, _ = SELECTORS["bm25"](observed, question.text, int(share * observed.history.length))
+    assert set(selection.positions[0, 0].tolist()) == set(question.evidence_positions(torch.device("cpu")).tolist())
+    assert entries[0]["read"] is None
 
 
-def test_requests_of_both_plans_hold_the_same_bytes_and_every_stage_is_timed(reader):
-    said = []
-    measured = relay_overhead.run(
-        reader, [0], tokens=LIMIT, kept=200, selector="snapkv", generate=3, repetitions=2, each=said.append
-    )
-    (question,) = measured
-    assert question["bytes"]["relay"] == question["bytes"]["original"]
-    assert question["bytes"]["relay"]["logical"] == 200 * 3 * 2 * 16 * 4
-    assert question["bytes"]["relay"]["physical"] > question["bytes"]["relay"]["logical"]
-    for plan in ("original", "relay"):
-        assert [set(one) for one in question["seconds"][plan]] == [{*relay_overhead.STAGES, "processor"}] * 2
-    assert [line.split(", ")[2].split(":")[0] for line in said] == ["original", "relay", "relay", "original"]
-    result = relay_overhead.view(measured, {})
-    assert [row[1] for row in result.rows] == ["original", "relay"]
-    with pytest.raises(ValueError, match=r"^kept is 5000, expected less than the \d+ tokens of the history$"):
-        relay_overhead.run(reader, [0], tokens=LIMIT, kept=5000)
-
-
-def test_commands_store_what_the_table_command_reads_back(reader, monkeypatch, tmp_path):
-    monkeypatch.setattr(relay, "smollm2_reader", lambda: reader)
-    for name, options in (
-        ("evidence", ["--tokens", str(LIMIT)]),
-        ("overhead", ["--tokens", str(LIMIT), "--kept", "100", "--generate", "2", "--repetitions", "1"]),
-    ):
-        done = CliRunner().invoke(relay.app, [name, *options, "--out", str(tmp_path / name)])
-        assert done.exit_code == 0, done.output
-        again = CliRunner().invoke(relay.app, ["table", str(tmp_path / name)])
-        assert done.output.endswith(again.output)
-        stored = json.loads((tmp_path / name / f"{name}.json").read_text())
-        assert stored["settings"]["tokens"] == LIMIT
-    names = {path.stem for path in (tmp_path / "evidence").glob("*.svg")}
-    assert names == {f"evidence_{measure}" for measure in MEASURES}
-    assert relay_evidence.PUBLISHED_SHARE == {"early": 0.0252, "middle": 0.0084, "late": 0.0071}
+def test_what_is_stored_is_never_nan(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        relay._store(tmp_path / "evidence.json", {"settings": {}, "entries": [{"read": [float("nan")]}]})
+    assert list(tmp_path.iterdir()) == []

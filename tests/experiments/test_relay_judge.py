@@ -33,6 +33,8 @@ def test_a_verdict_is_one_boolean(text, expected):
     "text",
     [
         "",
+        pytest.param('{"correct": ' * 100_000, id="nested objects"),
+        pytest.param('{"correct": ' + "[" * 100_000, id="nested arrays"),
         "true",
         "yes",
         "{}",
@@ -115,12 +117,25 @@ def test_a_file_of_verdicts_names_the_line_that_is_none(tmp_path):
         ("nothing", r"^verdicts\.jsonl line 2 is 'nothing', expected an object with id and verdict$"),
         ('{"id": "b"}', r"^verdicts\.jsonl line 2 is .*, expected an object with id and verdict$"),
         ("[1]", r"^verdicts\.jsonl line 2 is '\[1\]', expected an object with id and verdict$"),
+        ('{"id": [1], "verdict": "x"}', r"^verdicts\.jsonl line 2 has the id \[1\], expected a text$"),
+        ('{"id": 7, "verdict": "x"}', r"^verdicts\.jsonl line 2 has the id 7, expected a text$"),
+        ("[" * 100_000, r"^verdicts\.jsonl line 2 is '\[+', expected an object with id and verdict$"),
         ('{"id": "b", "verdict": "yes"}', r"^verdicts\.jsonl line 2: verdict is 'yes', expected "),
         (good, r"^verdicts\.jsonl line 2 judges a again, expected one verdict for each id$"),
     ):
         path.write_text(f"{good}\n{bad}\n")
         with pytest.raises(ValueError, match=message):
             read_verdicts(path)
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x1c", "\x0b"])
+def test_verdicts_are_split_at_line_feeds_only(tmp_path, mark):
+    path = tmp_path / "verdicts.jsonl"
+    lines = [f'{{"id": "{name}{mark}", "verdict": "{{\\"correct\\": true}}"}}' for name in "ab"]
+    if mark < " ":  # JSON has these escaped in a text, and nowhere else
+        lines = [line.replace(mark, json.dumps(mark)[1:-1]) for line in lines]
+    path.write_bytes(("\r\n".join(lines) + "\n").encode())
+    assert read_verdicts(path) == {f"a{mark}": True, f"b{mark}": True}
 
 
 def test_two_rules_judge_stored_answers_and_their_agreement_is_printed(tmp_path):

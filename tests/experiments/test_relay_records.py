@@ -56,6 +56,20 @@ def test_every_record_asks_one_question_of_each_kind_and_says_its_answer_in_the_
             assert all(unit in record.units for unit in question.evidence)
 
 
+def test_evidence_positions_are_the_tokens_of_its_units_on_the_device_asked_for(records):
+    question = records[0].questions[3]
+    first, second = question.evidence
+    expected = [*range(first.start, first.stop), *range(second.start, second.stop)]
+    assert question.evidence_positions(torch.device("cpu")).tolist() == expected
+    assert question.evidence_positions(torch.device("meta")).is_meta
+
+
+def test_the_month_that_is_asked_for_is_december_in_one_of_six_records():
+    # Of six months of twelve December is one with probability 1/2, and the later of two is the last with 1/3.
+    answers = [build_record(encode, TEXTS, number, limit=LIMIT).questions[2].answer for number in range(0, 240, 2)]
+    assert 0.08 < answers.count("December") / len(answers) < 0.27
+
+
 def test_the_sentence_that_an_update_has_replaced_is_in_the_history_before_the_evidence(records):
     for record in records:
         question = record.questions[1]
