@@ -19,6 +19,7 @@ answers "are these the bytes that were reviewed", with SHA-256 and without DVC o
     tree       where things lie, and writing in one step
     pipeline   the stages as dvc.yaml and dvc.lock describe them: which are stale, and why
     remote     the objects of the embedded store, and DVC's own commands
+    faults     one fault as one line: where, what, and the command
     verify     every fault of a tree, with the command that mends it
     compare    two tensors: equal, drifted within budget, or changed
     regenerate stages run in a shadow of the tree, which never touches the data

@@ -1,6 +1,7 @@
 """The command `kvverify golden`: verify, diff, update, rebuild. Also `python -m kvverify.golden`, without torch.
 
-Exit codes: 0 ok, 4 usage, 10 a fault, a change, or something written that is to be reviewed and verified.
+Exit codes: 0 ok, 4 usage or something that is not installed, 10 a fault, a change, or something written that is to be
+reviewed and verified.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import typer
 
 from kvverify.golden import diff as differences
 from kvverify.golden import manifest, pipeline
-from kvverify.golden.tree import GoldenError, Tree, find_tree, write
+from kvverify.golden.tree import GoldenError, GoldenUsageError, Tree, find_tree, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,17 +41,20 @@ Everything = Annotated[bool, typer.Option("--all", help="every stage, stale or n
 @app.command()
 def verify(root: Root = Path()) -> None:
     """Check data, manifest, log, dvc.lock and store; one line per fault, with the command that mends it."""
-    from kvverify.golden.remote import dvc_installed
+    from kvverify.golden.remote import dvc_installed, unreferenced
     from kvverify.golden.verify import verify as find_faults
 
     tree = _tree(root)
-    faults = find_faults(tree)
+    faults = _guarded(lambda: find_faults(tree))
     for fault in faults:
         typer.echo(f"✘ {fault}")
     if faults:
         typer.echo(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the golden store of {tree.root}")
         raise typer.Exit(GOLDEN)
     files = manifest.load(tree)["files"]
+    spare, command = unreferenced(tree, [record["md5"] for record in files.values()])
+    if spare:
+        typer.echo(f"{spare} object{'s' if spare > 1 else ''} in golden/store that no output names: run `{command}`")
     tensors = sum(len(record["tensors"]) for record in files.values())
     size = sum(record["bytes"] for record in files.values())
     asked = "DVC agrees" if dvc_installed() else "DVC is not installed and was not asked"
@@ -65,9 +69,12 @@ def diff(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="also as one HTML page")] = None,
 ) -> None:
     """Run stages elsewhere and compare with the stored data, tensor by tensor; golden/data is not touched."""
+    from kvverify.golden.page import page, require_jinja2
     from kvverify.golden.regenerate import regenerated
 
     tree = _tree(root)
+    if html is not None:
+        _guarded(require_jinja2)  # before stages are run for minutes
     known = _guarded(lambda: pipeline.stages(tree))
     stale = _guarded(lambda: differences.stale_stages(tree, known))
     _say_stale(known, stale)
@@ -83,16 +90,14 @@ def diff(
     files = _guarded(run)
     _show(files)
     if html is not None:
-        from kvverify.golden.page import page
-
         text = _guarded(lambda: page(files, stale, differences.summary(files)))
         write(html, text.encode())
         typer.echo(f"wrote {html}")
+    wanted = selection or (["--all"] if everything else [])  # as chosen_stages has it
+    for line in differences.conclusion(known, chosen, stale, files, wanted):
+        typer.echo(line)
     if any(file.changed for file in files):
-        typer.echo('to accept: kvverify golden update --reason "why"')
         raise typer.Exit(GOLDEN)
-    if stale and not any(file.tensors for file in files):
-        typer.echo("no tensor changes: `kvverify golden update --reason` records that this code was run")
 
 
 @app.command()
@@ -129,7 +134,9 @@ def update(
     typer.echo(f"written, pushed and recorded: {told or 'the manifest'}")
     for path in outcome.removed:
         typer.echo(f"removed {path}")
-    typer.echo("review the differences above, run `kvverify golden verify`, and commit dvc.lock and golden/")
+    typer.echo("review the differences above and run `kvverify golden verify`")
+    typer.echo("to accept: commit dvc.lock, golden/ and what caused the change (params.yaml, code) together")
+    typer.echo("to reject: run `git checkout dvc.lock golden params.yaml`, then `dvc checkout --force`")
     raise typer.Exit(GOLDEN)
 
 
@@ -173,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
     except GoldenError as error:
         print(f"kvverify golden: {error}", file=sys.stderr)
-        code = GOLDEN
+        code = _code(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -183,14 +190,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tree(root: Path) -> Tree:
-    return _guarded(lambda: find_tree(root), code=USAGE)
+    return _guarded(lambda: find_tree(root))
 
 
-def _guarded(action: Callable[[], Result], *, code: int = GOLDEN) -> Result:
+def _guarded(action: Callable[[], Result]) -> Result:
     try:
         return action()
     except GoldenError as error:
-        raise _fault(str(error), code) from error
+        raise _fault(str(error), _code(error)) from error
+
+
+def _code(error: GoldenError) -> int:
+    return USAGE if isinstance(error, GoldenUsageError) else GOLDEN
 
 
 def _fault(text: str, code: int) -> typer.Exit:

@@ -10,11 +10,11 @@ from kvverify.golden.compare import Difference, compare_files
 from kvverify.golden.files import read_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvverify.golden.tree import Tree
 
-__all__ = ["FileDiff", "chosen_stages", "compare_trees", "stale_stages", "summary", "table"]
+__all__ = ["FileDiff", "chosen_stages", "compare_trees", "conclusion", "stale_stages", "summary", "table"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,33 @@ def summary(files: Sequence[FileDiff]) -> str:
         counts[tensor.verdict] = counts.get(tensor.verdict, 0) + 1
     words = {"drifted": "drifted within budget"}
     return ", ".join(f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items())
+
+
+def conclusion(
+    known: dict[str, pipeline.Stage],
+    chosen: Sequence[pipeline.Stage],
+    stale: Collection[str],
+    files: Sequence[FileDiff],
+    wanted: Sequence[str] = (),
+) -> list[str]:
+    """What follows from a comparison of the chosen stages: what to run, and what is stale and was not looked at.
+
+    `wanted` are the words that selected them, or --all: an update with the same words writes what was shown and nothing
+    else.
+    """
+    looked_at = [stage.name for stage in chosen]
+    others = [name for name in stale if name not in looked_at]
+    command = " ".join(["kvverify golden update", *wanted, '--reason "why"'])
+    lines = []
+    if any(file.changed for file in files):
+        lines.append(f"to accept: run `{command}`")
+    elif stale and not any(file.tensors for file in files):
+        told = f"no tensor of {pipeline.named(known.values(), looked_at)} changes"
+        recorded = f": `{command}` records that this code was run"
+        lines.append(told + (recorded if len(others) < len(stale) else ""))
+    if others:
+        lines.append(f"stale and not looked at: {pipeline.named(known.values(), others)}")
+    return lines
 
 
 def _lines(tensor: Difference) -> list[str]:

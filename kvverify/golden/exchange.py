@@ -13,7 +13,7 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvverify.golden.tree import GoldenError, write
+from kvverify.golden.tree import GoldenError, GoldenUsageError, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,10 @@ __all__ = ["exchange", "undo"]
 def exchange(tree: Tree, paths: Sequence[Path]) -> Iterator[None]:
     """Let the block replace these files; whatever it raises, they are as before. GoldenError if one is under way."""
     if tree.undo.exists():
-        raise GoldenError(f"{tree.name(tree.undo)} exists: an update was interrupted, or another one runs: run --undo")
+        raise GoldenError(
+            f"{tree.name(tree.undo)} exists: an update was interrupted, or another one runs: "
+            "run `kvverify golden update --undo`"
+        )
     prepared = tree.undo.with_suffix(".partial")
     shutil.rmtree(prepared, ignore_errors=True)
     prepared.mkdir(parents=True)
@@ -47,9 +50,14 @@ def exchange(tree: Tree, paths: Sequence[Path]) -> Iterator[None]:
 
 
 def undo(tree: Tree) -> list[str]:
-    """Put back what an interrupted exchange had begun to replace; return the names of the files."""
+    """Put back what an interrupted exchange had begun to replace; return the names of the files.
+
+    GoldenUsageError where none was interrupted.
+    """
     if not tree.undo.exists():
-        raise GoldenError(f"{tree.name(tree.undo)} does not exist: no update was interrupted, there is nothing to undo")
+        raise GoldenUsageError(
+            f"{tree.name(tree.undo)} does not exist: no update was interrupted, there is nothing to undo"
+        )
     names: list[str] = json.loads((tree.undo / "files.json").read_text())
     for number, name in enumerate(names):
         saved = tree.undo / str(number)

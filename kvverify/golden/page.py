@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvverify.golden.compare import BUDGET
-from kvverify.golden.tree import GoldenError
+from kvverify.golden.tree import GoldenUsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvverify.golden.diff import FileDiff
 
-__all__ = ["page"]
+__all__ = ["page", "require_jinja2"]
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>kvverify golden diff</title><style>
@@ -50,11 +51,16 @@ Integers, bools and bytes have none. max rel is the largest difference over the 
 """
 
 
+def require_jinja2() -> None:
+    """Raise GoldenUsageError, which names the extra, where jinja2 is not installed."""
+    if find_spec("jinja2") is None:
+        raise GoldenUsageError("jinja2 is not installed, expected it for --html: `pip install 'kvverify[golden]'`")
+
+
 def page(files: Sequence[FileDiff], stale: Mapping[str, Sequence[str]], told: str) -> str:
-    """Render the page. GoldenError names the extra where jinja2 is not installed."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise GoldenError("jinja2 is not installed, expected it for --html: pip install 'kvverify[golden]'") from error
+    """Render the page. GoldenUsageError where jinja2 is not installed."""
+    require_jinja2()
+    import jinja2
+
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     return template.render(files=files, stale=stale, summary=told, budgets=BUDGET) + "\n"

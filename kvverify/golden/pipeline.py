@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvverify.golden.tree import GoldenError, digest
+from kvverify.golden.tree import GoldenError, GoldenUsageError, digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -79,11 +79,11 @@ def stages(tree: Tree) -> dict[str, Stage]:
 
 
 def read_yaml(tree: Tree, path: Path) -> Any:
-    """Parse a YAML file of the tree. GoldenError says what is wrong with it."""
+    """Parse a YAML file of the tree. GoldenError for what is no YAML, GoldenUsageError without PyYAML."""
     try:
         import yaml
     except ImportError as error:
-        raise GoldenError("PyYAML is not installed, expected it: pip install 'kvverify[golden]'") from error
+        raise GoldenUsageError("PyYAML is not installed, expected it: `pip install 'kvverify[golden]'`") from error
     name = tree.name(path)
     try:
         # dvc.lock is large, and the loader in C ten times as fast; not every build of PyYAML has it.
@@ -130,13 +130,13 @@ def why_stale(tree: Tree, stage: Stage) -> list[str]:
 
 
 def select(known: dict[str, Stage], wanted: Iterable[str]) -> list[str]:
-    """Names of the stages that STAGE, MODEL or STAGE@MODEL mean. GoldenError for a word that means none."""
+    """Names of the stages that STAGE, MODEL or STAGE@MODEL mean. GoldenUsageError for a word that means none."""
     chosen: set[str] = set()
     for word in wanted:
         matched = {name for name, stage in known.items() if word in (name, stage.kind, stage.model)}
         if not matched:
             names = dict.fromkeys([stage.kind for stage in known.values()] + [stage.model for stage in known.values()])
-            raise GoldenError(f"{word!r} is no stage and no model: expected some of {', '.join(names)}")
+            raise GoldenUsageError(f"{word!r} is no stage and no model: expected some of {', '.join(names)}")
         chosen |= matched
     return [name for name in known if name in chosen]
 
@@ -207,7 +207,8 @@ def _ordered(found: dict[str, Stage]) -> dict[str, Stage]:
         pending = {path for stage in left.values() for path in stage.outputs}
         ready = [name for name, stage in left.items() if not pending.intersection(stage.dependencies)]
         if not ready:
-            raise GoldenError(f"dvc.yaml has stages that wait for each other: {', '.join(left)}")
+            told = f"dvc.yaml has stages that wait for each other ({', '.join(left)})"
+            raise GoldenError(f"{told}: run `git checkout dvc.yaml`")
         for name in ready:
             ordered[name] = left.pop(name)
     return ordered

@@ -29,7 +29,8 @@ __all__ = ["regenerated"]
 
 _APART = {".git", ".dvc", "golden"}
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_LINES = 12
+_PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "TYPER_USE_RICH": "0", "TYPER_STANDARD_TRACEBACK": "1"}
+"""A stage script prints an exception as Python does, without boxes: its last line is the exception."""
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def regenerated(
 
     A stage reads what the stages before it have just made; with `from_stored` it reads what is stored (the last stage
     runs first), so that what one stage drifts is not the input of the next.
-    GoldenError where a command fails or leaves an output out; it carries the end of what the command printed.
+    GoldenError where a command fails or leaves an output out; it carries the last line that the command printed.
     """
     with tempfile.TemporaryDirectory(prefix="kvverify-golden-") as folder:
         shadow = Tree(Path(folder).resolve())
@@ -67,7 +68,17 @@ def _link(tree: Tree, shadow: Tree) -> None:
         if path not in (tree.data, tree.store, tree.undo):
             (shadow.golden / path.name).symlink_to(path)
     if tree.data.is_dir():
-        shutil.copytree(tree.data, shadow.data)
+        _copy(tree.data, shadow.data)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder without its modes: what is read-only in the tree is written to in its shadow."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_dir():
+            _copy(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
 
 
 def _command(stage: Stage) -> str:
@@ -85,10 +96,11 @@ def _run(shadow: Tree, command: str, group: Sequence[Stage], report: Callable[[s
             (shadow.root / path).parent.mkdir(parents=True, exist_ok=True)
     limits = dict.fromkeys(_THREADS, str(THREADS))
     done = subprocess.run(
-        words, cwd=shadow.root, env={**os.environ, **limits}, capture_output=True, text=True, check=False
+        words, cwd=shadow.root, env={**os.environ, **_PLAIN, **limits}, capture_output=True, text=True, check=False
     )
     missing = [path for stage in group for path in stage.outputs if not (shadow.root / path).is_file()]
     if done.returncode or missing:
         why = f"exit {done.returncode}" if done.returncode else f"{missing[0]} was not written"
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_LINES:])
-        raise GoldenError(f"`{' '.join([command, *models])}` failed ({why}), nothing was changed:\n{last}")
+        printed = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+        last = printed[-1] if printed else "it printed nothing"
+        raise GoldenError(f"`{' '.join([command, *models])}` failed ({why}), nothing was changed: {last}")

@@ -13,14 +13,25 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvverify.golden.tree import GoldenError, digest
+from kvverify.golden.tree import GoldenError, GoldenUsageError, digest
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from kvverify.golden.tree import Tree
 
-__all__ = ["dvc", "dvc_installed", "embedded", "is_object", "not_in_remote", "object_path", "objects", "require_dvc"]
+__all__ = [
+    "dvc",
+    "dvc_installed",
+    "embedded",
+    "is_object",
+    "not_in_remote",
+    "object_path",
+    "objects",
+    "require_dvc",
+    "unreferenced",
+]
 
 OBJECTS = ("files", "md5")
 
@@ -59,17 +70,45 @@ def embedded(tree: Tree) -> bool:
     return (tree.root / ".dvc" / url).resolve() == tree.store.resolve()
 
 
+def unreferenced(tree: Tree, named: Collection[str]) -> tuple[int, str]:
+    """Count the objects of the embedded store whose MD5 is not in `named`, and give the command that removes them.
+
+    A rejected update leaves objects that git does not know: `git clean` removes them. It would also remove the objects
+    of an update that is not committed yet, and leave those of earlier data, which git tracks; DVC tells these apart.
+    """
+    if not embedded(tree):
+        return 0, ""
+    spare = {tree.name(path) for path, (stated, _) in objects(tree).items() if is_object(stated)}
+    spare -= {tree.name(object_path(tree, md5)) for md5 in named}
+    if not spare:
+        return 0, ""
+    clean = _untracked(tree, tree.store) == spare
+    return len(spare), f"git clean -f {tree.name(tree.store)}" if clean else "dvc gc --workspace --cloud"
+
+
+def _untracked(tree: Tree, folder: Path) -> set[str]:
+    """Files of a folder that git does not track, relative to the root; none where there is no git."""
+    command = ["git", "ls-files", "--others", "-z", "--", tree.name(folder)]
+    try:
+        listed = subprocess.run(command, cwd=tree.root, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return set()
+    return {name for name in listed.split("\0") if name}
+
+
 def dvc_installed() -> bool:
     """Say whether DVC can be run."""
     return importlib.util.find_spec("dvc") is not None
 
 
 def require_dvc(tree: Tree) -> None:
-    """Raise GoldenError where DVC is not installed, or the tree has none."""
+    """Raise GoldenUsageError where DVC is not installed, or the tree has none."""
     if not dvc_installed():
-        raise GoldenError("dvc is not installed, expected it to write golden data: pip install 'kvverify[golden]'")
+        raise GoldenUsageError(
+            "dvc is not installed, expected it to write golden data: `pip install 'kvverify[golden]'`"
+        )
     if not (tree.root / ".dvc").is_dir():
-        raise GoldenError(f"{tree.root} has no .dvc folder, expected the repository of kvverify: pass --root")
+        raise GoldenUsageError(f"{tree.root} has no .dvc folder, expected the repository of kvverify: pass --root")
 
 
 def dvc(tree: Tree, *arguments: str) -> subprocess.CompletedProcess[str]:

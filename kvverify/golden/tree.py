@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORMAT", "Digest", "GoldenError", "Tree", "canonical", "digest", "find_tree", "read_json", "write"]
+__all__ = [
+    "FORMAT",
+    "Digest",
+    "GoldenError",
+    "GoldenUsageError",
+    "Tree",
+    "canonical",
+    "digest",
+    "find_tree",
+    "read_json",
+    "write",
+]
 
 FORMAT = 1
 """Version of the manifest and of the log. A file of another version is refused, not guessed at."""
@@ -21,6 +32,10 @@ _SPREAD = 4
 
 class GoldenError(ValueError):
     """The store cannot do what was asked: one line that names what was found, what was expected, and what to run."""
+
+
+class GoldenUsageError(GoldenError):
+    """Nothing is wrong with the store: an option, a name or an installed package is not what the command needs."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +90,17 @@ class Tree:
 
 
 def find_tree(start: Path) -> Tree:
-    """Find the tree that holds `start`: the nearest folder with golden/manifest.json or dvc.yaml."""
+    """Find the tree that holds `start`: the nearest folder with golden/manifest.json or dvc.yaml.
+
+    GoldenUsageError where `start` is no folder, or none is found.
+    """
+    if not start.is_dir():
+        raise GoldenUsageError(f"--root {start} is no folder, expected a folder of the repository")
     start = start.resolve()
     for folder in (start, *start.parents):
         if (folder / "golden" / "manifest.json").is_file() or (folder / "dvc.yaml").is_file():
             return Tree(folder)
-    raise GoldenError(f"{start} is in no repository with a golden store, expected dvc.yaml: pass --root")
+    raise GoldenUsageError(f"{start} is in no repository with a golden store, expected dvc.yaml: pass --root")
 
 
 @dataclass(frozen=True)
@@ -116,16 +136,16 @@ def read_json(tree: Tree, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise GoldenError(f"{name} is not JSON ({error}), expected it as `update` wrote it") from error
+        raise GoldenError(f"{name} is not JSON ({error}), expected it as an update wrote it") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise GoldenError(f"{name} has format {found!r}, expected format {FORMAT}")
     try:
         same = canonical(value) == content
     except ValueError as error:
-        raise GoldenError(f"{name} holds what is not JSON ({error}), expected it as `update` wrote it") from error
+        raise GoldenError(f"{name} holds what is not JSON ({error}), expected it as an update wrote it") from error
     if not same:
-        raise GoldenError(f"{name} was edited: its text differs from what `update` writes for the same content")
+        raise GoldenError(f"{name} was edited: its text differs from what an update writes for the same content")
     return value
 
 

@@ -9,7 +9,7 @@ from kvverify.golden import history, manifest, pipeline, remote
 from kvverify.golden.diff import FileDiff, chosen_stages, compare_trees
 from kvverify.golden.exchange import exchange
 from kvverify.golden.regenerate import regenerated
-from kvverify.golden.tree import GoldenError, canonical, digest, write
+from kvverify.golden.tree import GoldenError, GoldenUsageError, canonical, digest, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,11 +43,14 @@ def update(
     """Run the stages that are stale (or wanted, or all) and write what they made.
 
     `show` gets the differences before anything is written. A selection leaves every other entry as it is; only an
-    update of all that is stale removes data of stages that are no longer in dvc.yaml. GoldenError without a reason,
-    without DVC, or where a stage, DVC or the remote fails: then everything is as it was.
+    update of all that is stale removes data of stages that are no longer in dvc.yaml. GoldenUsageError without a
+    reason, without DVC, or for a word that names no stage; GoldenError where a stage, DVC or the remote fails: then
+    everything is as it was.
     """
     if not reason.strip():
-        raise GoldenError("--reason is empty, expected why the golden data changes: it is recorded for the reviewer")
+        raise GoldenUsageError(
+            "--reason is empty, expected why the golden data changes: it is recorded for the reviewer"
+        )
     remote.require_dvc(tree)
     chosen = chosen_stages(tree, wanted, everything=everything)
     removed = [] if wanted else _orphans(tree)

@@ -6,60 +6,55 @@
     store     every object is what its name says, and every output is in the remote
     dvc       `dvc status` and `dvc data status --not-in-remote` agree, where DVC is installed
 
-Faults are collected, not raised: one run tells them all.
+Faults are collected, not raised: one run tells them all, and those of one file with one command in one line.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvverify.golden import history, manifest, pipeline, remote
+from kvverify.golden.faults import Fault, from_error, grouped, handful
 from kvverify.golden.files import POINTER, parse
 from kvverify.golden.records import tensor_record
-from kvverify.golden.tree import GoldenError, digest
+from kvverify.golden.tree import GoldenError, GoldenUsageError, digest
 
 if TYPE_CHECKING:
     from kvverify.golden.tree import Tree
 
-__all__ = ["Fault", "verify"]
+__all__ = ["verify"]
 
 PULL = "dvc pull"
 PUSH = "dvc push"
 UPDATE = 'kvverify golden update --reason "why"'
 UNDO = "kvverify golden update --undo"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong: where, what was found and expected, and the command to run."""
-
-    place: str
-    problem: str
-    command: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.problem}; run `{self.command}`"
+OR_UPDATE = f"or `{UPDATE}`"
 
 
 def verify(tree: Tree, *, dvc: bool = True) -> list[Fault]:
-    """Find every fault of a tree. `dvc=False` leaves out what only DVC can tell."""
+    """Find every fault of a tree. `dvc=False` leaves out what only DVC can tell.
+
+    Where the manifest is at fault itself, the data is held against dvc.lock, so that whole data is not blamed for it.
+    GoldenUsageError where PyYAML is not installed.
+    """
     if tree.undo.exists():
         return [Fault(tree.name(tree.undo), "an update was interrupted while it exchanged files", UNDO)]
     faults = _log(tree)
-    try:
-        known = manifest.load(tree)["files"]
-    except GoldenError:
-        return faults  # already told: without a whole manifest there is nothing to hold the data against
-    faults += _data(tree, known)
+    whole = all(fault.place != tree.name(tree.manifest) for fault in faults)
+    known = manifest.load(tree)["files"] if whole else None
     try:
         stages = pipeline.stages(tree)
-        faults += _lock(tree, known, stages) + _store(tree, stages)
+        told = _lock(tree, known, stages) + _store(tree, stages)
+    except GoldenUsageError:
+        raise
     except GoldenError as error:
-        where, _, told = str(error).partition(" ")
-        problem, _, command = told.rpartition(": run `")
-        faults.append(Fault(where, problem, command.rstrip("`")))
+        stages, told = {}, [from_error(error)]
+    if known is not None:
+        faults += _data(tree, known)
+    elif stages:
+        faults += _data_of_lock(tree, stages)
+    faults = grouped(faults + told)
     if dvc and remote.dvc_installed() and (tree.root / ".dvc").is_dir():
         faults += _dvc(tree, faults)
     return faults
@@ -81,7 +76,7 @@ def _log(tree: Tree) -> list[Fault]:
         f"its sha256 is {found[:16]}…, expected {wanted[:16]}…, the one accepted last in {tree.name(tree.updates)}: it "
         "was edited by hand, or regenerated without a recorded reason"
     )
-    return [Fault(tree.name(tree.manifest), problem, f"{restore}, or {UPDATE}")]
+    return [Fault(tree.name(tree.manifest), problem, restore, OR_UPDATE)]
 
 
 def _data(tree: Tree, known: dict[str, Any]) -> list[Fault]:
@@ -103,6 +98,22 @@ def _data(tree: Tree, known: dict[str, Any]) -> list[Fault]:
     return sorted(faults, key=str)
 
 
+def _data_of_lock(tree: Tree, stages: dict[str, pipeline.Stage]) -> list[Fault]:
+    """Hold every file of the data against the MD5 that dvc.lock names."""
+    faults, lock = [], tree.name(tree.lock)
+    named = sorted((path, md5) for stage in stages.values() for path, md5 in stage.made.items())
+    if named and not manifest.data_files(tree):
+        return [Fault(tree.name(tree.data), f"is empty, expected {len(named)} files", PULL)]
+    for path, md5 in named:
+        file = tree.root / path
+        if not file.is_file():
+            faults.append(Fault(path, f"is missing, expected md5 {md5} as in {lock}", PULL))
+        elif (found := digest(file.read_bytes()).md5) != md5:
+            told = f"has md5 {found}, expected {md5} as in {lock}"
+            faults.append(Fault(path, told, f"dvc checkout --force {path}"))
+    return faults
+
+
 def _file(place: str, content: bytes, record: dict[str, Any]) -> list[Fault]:
     """Say how one file differs from its record, tensor by tensor where it can be read."""
     mend = f"dvc checkout --force {place}"
@@ -118,12 +129,18 @@ def _file(place: str, content: bytes, record: dict[str, Any]) -> list[Fault]:
         tensors = {name: tensor_record(stored) for name, stored in parse(content).items()}
     except (GoldenError, ValueError) as error:
         return [Fault(place, f"{error}; {hashes}", mend)]
-    faults = []
-    for name in sorted({*tensors, *record["tensors"]}):
-        now, before = tensors.get(name), record["tensors"].get(name)
-        if now != before:
-            faults.append(Fault(f"{place}: tensor {name}", _told(now, before), mend))
-    return faults or [Fault(place, f"its tensors are as recorded and its header is not: {hashes}", mend)]
+    return [_tensors(place, tensors, record["tensors"], mend) or Fault(place, f"its header is another: {hashes}", mend)]
+
+
+def _tensors(place: str, found: dict[str, Any], recorded: dict[str, Any], mend: str) -> Fault | None:
+    """Name the tensors of a file that are not as recorded, and tell how the first differs."""
+    names = [name for name in sorted({*found, *recorded}) if found.get(name) != recorded.get(name)]
+    if not names:
+        return None
+    told = _told(found.get(names[0]), recorded.get(names[0]))
+    if len(names) == 1:
+        return Fault(f"{place}: tensor {names[0]}", told, mend)
+    return Fault(f"{place}: tensors {handful(names)}", f"are not as recorded: {names[0]} {told}", mend)
 
 
 def _told(now: dict[str, Any] | None, before: dict[str, Any] | None) -> str:
@@ -134,25 +151,28 @@ def _told(now: dict[str, Any] | None, before: dict[str, Any] | None) -> str:
     return f"is {sides[0]}, expected {sides[1]} ({moved})"
 
 
-def _lock(tree: Tree, known: dict[str, Any], stages: dict[str, pipeline.Stage]) -> list[Fault]:
-    """Hold dvc.lock against the manifest, and against what the stages depend on."""
+def _lock(tree: Tree, known: dict[str, Any] | None, stages: dict[str, pipeline.Stage]) -> list[Fault]:
+    """Hold dvc.lock against the manifest, if that is known, and against what the stages depend on."""
     place = tree.name(tree.lock)
     named = {path: md5 for stage in stages.values() for path, md5 in stage.made.items()}
-    wanted = {f"{tree.name(tree.data)}/{name}": record["md5"] for name, record in known.items()}
+    wanted, source = named, place
+    if known is not None:
+        wanted = {f"{tree.name(tree.data)}/{name}": record["md5"] for name, record in known.items()}
+        source = "the manifest"
     faults = []
     stale: dict[str, list[str]] = {}
     for path in sorted({*named, *wanted}):
         if named.get(path) != wanted.get(path):
-            told = f"names {path} with md5 {named.get(path)}, expected {wanted.get(path)} as in the manifest"
-            faults.append(Fault(place, told, f"git checkout {place}, or {UPDATE}"))
+            told = f"names {path} with md5 {named.get(path)}, expected {wanted.get(path)} as in {source}"
+            faults.append(Fault(place, told, f"git checkout {place}", OR_UPDATE))
     for name, stage in stages.items():
         for path, md5 in (stage.ran.dependencies if stage.ran else {}).items():
             if path in wanted and md5 != wanted[path]:
-                told = f"{name} was run with another {path} than the manifest records (md5 {md5})"
-                faults.append(Fault(place, told, f"git checkout {place}, or {UPDATE}"))
+                told = f"{name} was run with another {path} than {source} records (md5 {md5})"
+                faults.append(Fault(place, told, f"git checkout {place}", OR_UPDATE))
         stale.setdefault("; ".join(pipeline.why_stale(tree, stage)), []).append(name)
     return faults + [
-        Fault(pipeline.named(stages.values(), names), f"is stale: {why}", f"kvverify golden diff, then {UPDATE}")
+        Fault(pipeline.named(stages.values(), names), f"is stale: {why}", "kvverify golden diff", f"then `{UPDATE}`")
         for why, names in stale.items()
         if why
     ]
@@ -172,7 +192,9 @@ def _store(tree: Tree, stages: dict[str, pipeline.Stage]) -> list[Fault]:
             what = "is a Git LFS pointer" if content.startswith(POINTER) else f"is corrupt: md5 {found}"
             made = next((out for stage in stages.values() for out, md5 in stage.made.items() if md5 == stated), None)
             of = f", the content of {made}" if made else ""
-            faults.append(Fault(place, f"{what}, expected {stated}{of}", f"git checkout {place}, or rm it and {PUSH}"))
+            faults.append(
+                Fault(place, f"{what}, expected {stated}{of}", f"git checkout {place}", f"or `rm {place}` and `{PUSH}`")
+            )
     for stage in stages.values():
         for path, md5 in stage.made.items():
             expected = remote.object_path(tree, md5)
@@ -186,7 +208,7 @@ def _dvc(tree: Tree, known: list[Fault]) -> list[Fault]:
     faults = []
     if not known and (status := remote.dvc(tree, "status", "-q")).returncode:
         told = " ".join((status.stderr or remote.dvc(tree, "status").stdout).split())
-        faults.append(Fault("dvc status", f"is not clean: {told}", f"dvc status, then {UPDATE}"))
+        faults.append(Fault("dvc status", f"is not clean: {told}", "dvc status", f"then `{UPDATE}`"))
     try:
         missing = remote.not_in_remote(tree)
     except GoldenError as error:

@@ -79,7 +79,7 @@ def check_models(tree: Tree, script: Any, stage: str, models: tuple[str, ...]) -
     same = "this platform is the recorded one" if not platform else f"not the recorded platform: {platform}"
     assert not beyond, (
         f"stage {stage} computes other tensors than are stored ({same}). If that is intended: "
-        "`kvverify golden diff`, then `kvverify golden update --reason`. "
+        '`kvverify golden diff`, then `kvverify golden update --reason "why"`. '
         f"{len(beyond)} tensors, the first: {beyond[:5]}"
     )
     if platform:

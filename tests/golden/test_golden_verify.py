@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,13 +14,15 @@ import pytest
 from golden_cases import golden, run
 
 from kvverify.golden import pipeline
+from kvverify.golden.faults import Fault
 from kvverify.golden.remote import object_path
 from kvverify.golden.tree import Tree, canonical
-from kvverify.golden.verify import Fault, verify
+from kvverify.golden.verify import verify
 
 DATA = "golden/data/decide/ant.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
 FLIPS = 40
+PASTEABLE = r"""(git|dvc|kvverify|rm) [-\w./ ]+( "why")?"""
 
 
 def faults(tree: Tree) -> list[Fault]:
@@ -172,7 +175,12 @@ def test_a_fault_is_named_and_its_command_mends_it(tree: Tree, spoil: Callable[[
     found = faults(tree)
     fitting = [f for f in found if f.place.startswith(place) and words in f.problem and f.command.startswith(command)]
     assert fitting, f"expected {place}: {words}; {command}: verify says {[str(fault) for fault in found]}"
-    words_to_run = shlex.split(fitting[0].command.partition(", or ")[0])
+    for fault in found:
+        quoted = re.split("`", str(fault))
+        outside, inside = " ".join(quoted[::2]), quoted[1::2]
+        assert all(re.fullmatch(PASTEABLE, command) for command in inside), f"not one command each: {inside}"
+        assert not re.search(r"\b(git|dvc|kvverify) \w", outside), f"a command outside of backticks: {fault}"
+    words_to_run = shlex.split(fitting[0].command)
     if words_to_run[:2] == ["dvc", "pull"]:
         words_to_run.append("--force")  # it asks before it replaces a file that is there
     done = run([sys.executable, "-m", *words_to_run] if words_to_run[0] == "dvc" else words_to_run, tree.root)
