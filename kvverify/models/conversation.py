@@ -138,7 +138,7 @@ class _RelayLayer:
         self._ragged = None if bool(valid.all()) else valid
 
     def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        raise NotImplementedError("a session begins with a history that was read")
+        raise ValueError("the cache is that of a session: expected a history, and no prompt")
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self.serve(query[:, :, None], key[:, None], value[:, None])[:, :, 0]

@@ -181,7 +181,7 @@ class _Taken:
         self.queries, self.keys, self.values = queries, keys, values
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raise NotImplementedError("nothing is decoded while a history is read")
+        raise ValueError("the cache is being read: expected no token to be served from it")
 
 
 class _Asked(Exact):

@@ -6,8 +6,11 @@ import torch
 import transformers
 
 from kvverify.models.attention_layers import attention_layers
+from kvverify.models.conversation import conversing
 from kvverify.models.exact import Exact
 from kvverify.models.seeded import seeded_model
+from kvverify.relay.plans import PLANS
+from kvverify.selectors import pyramidkv
 
 FP32_EPSILON = 2.0**-23
 
@@ -67,3 +70,15 @@ def floor(net, tokens, prefix):
 def exact_caches(net):
     """The full cache of one row."""
     return [Exact(scale=layer.scale, window=layer.window) for layer in attention_layers(net)]
+
+
+def asked(net, history, sessions, question, *, at_a_time=None):
+    """Logits [rows, n, vocab] of a question, read `at_a_time` tokens a forward."""
+    with conversing(net, sessions, history=history) as talk:
+        return torch.cat([talk.ask(part) for part in question.split(at_a_time or len(question))], 1), talk.sessions
+
+
+def compressed(history, plan="relay", *, select=pyramidkv, budget=12):
+    selection = select(history.rows(4), budget=budget, kv_heads=history.kv_heads, window=4)
+    session = history.session(selection, scores=selection.positions.double())
+    return session.relocate(PLANS[plan](session.retained))
