@@ -137,7 +137,7 @@ class _RelayLayer:
         self._values = values
         self._ragged = None if bool(valid.all()) else valid
 
-    def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:  # noqa: ARG002 - no prompt is taken
         raise ValueError("the cache is that of a session: expected a history, and no prompt")
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

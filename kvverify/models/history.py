@@ -180,7 +180,7 @@ class _Taken:
     def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         self.queries, self.keys, self.values = queries, keys, values
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002 - nothing is served
         raise ValueError("the cache is being read: expected no token to be served from it")
 
 
