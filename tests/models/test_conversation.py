@@ -19,8 +19,10 @@ from model_cases import (
     text,
 )
 
+from kvverify.models import needles
 from kvverify.models.attention_layers import attention_layers
 from kvverify.models.conversation import conversing, read_history
+from kvverify.models.glassllm import load_glassllm
 from kvverify.models.seeded import SEEDED, seeded_model
 from kvverify.models.serving import serving
 from kvverify.relay.plans import PLANS
@@ -36,6 +38,25 @@ def test_a_session_that_keeps_everything_is_the_plain_model_token_for_token(name
     net, tokens = model(name), text(name, LENGTH + QUESTION)
     history = read_history(net, tokens[:LENGTH])
     with conversing(net, [history.session().relocate()], history=history) as talk:
+        logits = talk.ask(tokens[LENGTH:])[0]
+        answer = talk.generate(ANSWER)
+    assert answer == [plain_answer(net, tokens, ANSWER)]
+    found = torch.cat([history.logits[None], logits])[:-1]
+    plain = plain_logits(net, tokens, LENGTH)[:-1]
+    assert median_difference(found, plain, tokens[LENGTH:]) <= floor(net, tokens, LENGTH)
+
+
+@pytest.mark.parametrize(
+    "load", [lambda: needles.load("nope"), lambda: needles.load("rope"), lambda: load_glassllm()[0]]
+)
+def test_a_session_that_keeps_everything_is_the_trained_model_token_for_token(load):
+    try:
+        net = load()
+    except ImportError as error:
+        pytest.skip(str(error))
+    tokens = torch.randint(4, 60, (LENGTH + QUESTION,), generator=torch.Generator().manual_seed(0))
+    history = read_history(net, tokens[:LENGTH])
+    with conversing(net, [history.session().relocate()]) as talk:
         logits = talk.ask(tokens[LENGTH:])[0]
         answer = talk.generate(ANSWER)
     assert answer == [plain_answer(net, tokens, ANSWER)]
